@@ -1,0 +1,201 @@
+"""What tells one input from another: digests of the target's files, the tokenizer, the template, the corpus files.
+
+Nothing here imports torch or transformers: Luigi works out its keys with it.
+
+A target's weights are tens of gigabytes, so they are told apart by sizes, by the safetensors headers and by blocks
+sampled over each file: a fine-tune of the same shape differs in every block. Corpus files are read whole; their
+digests are remembered by path, size, inode and both time stamps.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from dflash_offline import demo
+from dflash_offline.config import DEMO_MODEL, RunConfig
+from dflash_offline.errors import ConfigError, CorpusError, DFlashError, TargetError
+from dflash_offline.layout import Layout
+from dflash_offline.manifest import checksum, digest, read_json, write_json
+
+_SAMPLED_BLOCKS = 64
+_BLOCK_BYTES = 4096
+_HEADER_BYTES = 1 << 20
+_WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+def target_folder(config: RunConfig) -> Path:
+    """The target's folder on this machine. For the demo model it may not exist before ``demo.ensure_converted``.
+
+    Raises:
+        TargetError: there is neither such a folder nor such a model in the hub cache.
+    """
+    name = config.target.model
+    if name == DEMO_MODEL:
+        return demo.converted_folder()
+    path = config.path(name)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise TargetError(f"[target] model = {name!r} is a file; name the folder that holds config.json")
+    if name.count("/") <= 1 and not name.startswith((".", "/", "~")):
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        with contextlib.suppress(LocalEntryNotFoundError, HFValidationError, FileNotFoundError):
+            return Path(snapshot_download(name, local_files_only=True))
+        raise TargetError(f"[target] model = {name!r}: no folder {path}, and not in the hub cache; run `hf download {name}` first")
+    raise TargetError(f"[target] model = {name!r}: no folder {path}")
+
+
+def target_config(config: RunConfig) -> dict[str, Any]:
+    """``config.json`` of the target; of a multimodal wrapper the whole of it (see ``text_config``)."""
+    if config.target.model == DEMO_MODEL:
+        return demo.model_config()
+    path = target_folder(config) / "config.json"
+    if not path.is_file():
+        raise TargetError(f"{path.parent}: no config.json, so this is no transformers model folder")
+    return read_json(path)
+
+
+def text_config(model_config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a ``config.json``: ``text_config`` (or ``llm_config``) of a wrapper, else all of it."""
+    for name in ("text_config", "llm_config"):
+        if isinstance(model_config.get(name), dict):
+            return model_config[name]
+    return model_config
+
+
+def num_target_layers(config: RunConfig) -> int:
+    """Decoder layers of the target."""
+    found = text_config(target_config(config)).get("num_hidden_layers")
+    if not isinstance(found, int) or found < 2:
+        raise TargetError(f"{target_folder(config)}/config.json: num_hidden_layers (at top level or in text_config) is {found!r}; a whole number of at least 2 is needed")
+    return found
+
+
+def default_layer_ids(num_layers: int, num_taps: int) -> list[int]:
+    """Layers to tap by default: ``[n // 2]`` for one, else ``round(1 + j (n - 4) / (K - 1))`` (z-lab/dflash).
+
+    Python's ``round`` (half to even) is meant. 24 -> 1, 6, 11, 16, 21; 64 -> 1, 16, 31, 46, 61.
+    """
+    if num_taps == 1:
+        return [num_layers // 2]
+    return [round(1 + j * (num_layers - 4) / (num_taps - 1)) for j in range(num_taps)]
+
+
+def capture_layer_ids(config: RunConfig) -> list[int]:
+    """Resolved ``[target] capture_layer_ids``: id i is the output of 0-based decoder layer i, HF ``hidden_states[i+1]``.
+
+    Raises:
+        ConfigError: an id is not a layer, is the last layer, or the default formula gives one twice.
+    """
+    num_layers, wanted = num_target_layers(config), config.target.capture_layer_ids
+    ids = default_layer_ids(num_layers, wanted) if isinstance(wanted, int) else list(wanted)
+    where = f"{config.source.name}: [target] capture_layer_ids = {wanted}"
+    if isinstance(wanted, int) and (len(set(ids)) != len(ids) or any(i not in range(num_layers - 1) for i in ids)):
+        raise ConfigError(f"{where}: {wanted} layers cannot be spread over the target's {num_layers} (the rule gives {ids}); name them, each from 0 to {num_layers - 2}")
+    for i in ids:
+        if i == num_layers - 1:
+            raise ConfigError(f"{where}: layer {i} is the last one, whose output servers take after the final norm; highest allowed is {num_layers - 2}")
+        if i not in range(num_layers):
+            raise ConfigError(f"{where}: the target has {num_layers} layers, so ids go from 0 to {num_layers - 2}; got {i}")
+    return ids
+
+
+def drafter_layer_ids(config: RunConfig) -> list[int]:
+    """Resolved ``[drafter] target_layer_ids``, a selection of the captured ones in the drafter's order."""
+    captured, wanted = capture_layer_ids(config), config.drafter.target_layer_ids
+    if wanted is None:
+        return captured
+    if missing := [i for i in wanted if i not in captured]:
+        raise ConfigError(f"{config.source.name}: [drafter] target_layer_ids names {missing}; captured are {captured}")
+    return list(wanted)
+
+
+def weights_identity(folder: Path) -> dict[str, Any]:
+    """Size and sampled digest of every weight file (see the module's docstring)."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES and path.is_file())
+    if not files:
+        raise TargetError(f"{folder}: no weight files ({', '.join(_WEIGHT_SUFFIXES)})")
+    return {path.name: [path.stat().st_size, sampled_digest(path)] for path in files}
+
+
+def sampled_digest(path: Path) -> str:
+    """Digest of a large file's first megabyte and of blocks spread evenly over it."""
+    hashed, size = xxhash.xxh3_128(), path.stat().st_size
+    with open(path, "rb") as file:
+        hashed.update(file.read(_HEADER_BYTES))
+        for i in range(_SAMPLED_BLOCKS):
+            file.seek(i * max(0, size - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1))
+            hashed.update(file.read(_BLOCK_BYTES))
+    return hashed.hexdigest()
+
+
+def target_identity(config: RunConfig) -> dict[str, Any]:
+    """Digests that change when the target's hidden states may change."""
+    if config.target.model == DEMO_MODEL:
+        return demo.identity()
+    folder = target_folder(config)
+    model_config = {name: value for name, value in target_config(config).items() if name not in ("transformers_version", "_name_or_path")}
+    return {"config": digest(model_config), "weights": digest(weights_identity(folder))}
+
+
+def tokenizer_identity(config: RunConfig) -> dict[str, Any]:
+    """Digests of the tokenizer, of the chat template and of the options given to it."""
+    if config.target.model == DEMO_MODEL:
+        tokenizer: Any = demo.identity()
+    else:
+        folder = target_folder(config)
+        tokenizer = {name: checksum(folder / name) for name in _TOKENIZER_FILES if (folder / name).is_file()}
+        if not tokenizer:
+            raise TargetError(f"{folder}: no tokenizer files ({', '.join(_TOKENIZER_FILES[:2])}, ...)")
+    template = None
+    if config.corpus.chat_template is not None:
+        path = config.path(config.corpus.chat_template)
+        if not path.is_file():
+            raise ConfigError(f"{config.source.name}: [corpus] chat_template = {config.corpus.chat_template!r}: no such file ({path})")
+        template = checksum(path)
+    return {"tokenizer": digest(tokenizer), "template": digest([template, config.corpus.chat_template_kwargs])}
+
+
+def files_identity(config: RunConfig, paths: list[Path]) -> list[str]:
+    """Content digest of each file, in order. Files unchanged since the last time are not read again."""
+    cache_path = Layout(config.root_dir).cache / "digests.json"
+    cache: dict[str, Any] = {}
+    with contextlib.suppress(OSError, DFlashError):
+        cache = read_json(cache_path)
+    digests, changed = [], False
+    for path in paths:
+        try:
+            stat = path.stat()
+            stamp = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
+            known = cache.get(str(path))
+            if not known or known[0] != stamp:
+                known = cache[str(path)] = [stamp, checksum(path)]
+                changed = True
+        except OSError as error:
+            raise CorpusError(f"{path}: cannot be read ({error.strerror})") from None
+        digests.append(known[1])
+    if changed:
+        with contextlib.suppress(OSError, DFlashError):  # only a cache: a read-only root must not stop `status`
+            cache_path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(cache_path, cache, durable=False)
+    return digests
+
+
+def short(content: Any) -> str:
+    """Sixteen hex digits that name a JSON value: a content key."""
+    return digest(json.loads(json.dumps(content)))[:16]

@@ -1,0 +1,95 @@
+"""The content key of each stage: what is in it and what is not.
+
+A key is part of the stage's output path, so a changed input is another output and an unchanged one is never made
+again. GPUs, numbers of workers, log intervals and paths are in no key. A stage's key holds the key of the stage
+before it, so a setting of a later stage never touches an earlier one.
+
+=========  ==========================================================================================
+stage      in its key
+=========  ==========================================================================================
+corpus     content of the conversation files; tokenizer, template and its options; [corpus] except
+           tokens_per_batch, strict
+capture    target's config and weights; tokenizer, template; layer ids; [target] dtype; [store] codec,
+           zstd, store_last_hidden. Not the corpus: rows are addressed by content inside the store
+train      corpus, capture; [drafter]; [train] except the settings in ``NOT_IN_TRAIN_KEY``
+export     train; [export]
+evaluate   train; [evaluate] except gpus; content of the prompt files
+report     export, evaluate
+=========  ==========================================================================================
+"""
+
+from dflash_offline import identity
+from dflash_offline.config import RunConfig
+
+FORMAT = 1  # raised when a stage's output changes meaning, so that old outputs are not taken for new ones
+
+NOT_IN_CORPUS_KEY = {"files", "tokens_per_batch", "strict"}
+NOT_IN_TRAIN_KEY = {
+    "gpus",
+    "ranks",
+    "attention",
+    "checkpoint_every",
+    "checkpoint_minutes",
+    "keep_checkpoints",
+    "evaluate_every",
+    "log_every",
+    "min_tokens_per_s",
+}
+
+
+def corpus_key(config: RunConfig) -> str:
+    """Key of the tokenised corpus."""
+    files = identity.files_identity(config, config.files(config.corpus.files, where="[corpus] files"))
+    options = config.corpus.model_dump(mode="json", exclude=NOT_IN_CORPUS_KEY)
+    return identity.short(["corpus", FORMAT, files, identity.tokenizer_identity(config), options])
+
+
+def store_identity(config: RunConfig) -> dict[str, object]:
+    """The fields that make two stores different; kept in the store and compared by name."""
+    return {
+        **{f"target_{name}": value for name, value in identity.target_identity(config).items()},
+        **identity.tokenizer_identity(config),
+        "layer_ids": identity.capture_layer_ids(config),
+        "layer_convention": "id i = output of 0-based decoder layer i = hidden_states[i+1], before the final norm",
+        "dtype": config.target.dtype,
+        "codec": config.store.codec,
+        "zstd": config.store.zstd,
+        "store_last_hidden": config.store.store_last_hidden,
+    }
+
+
+def capture_key(config: RunConfig) -> str:
+    """Key of the hidden-state store."""
+    return identity.short(["capture", FORMAT, store_identity(config)])
+
+
+def train_key(config: RunConfig) -> str:
+    """Key of the trained drafter."""
+    return identity.short(
+        [
+            "train",
+            FORMAT,
+            corpus_key(config),
+            capture_key(config),
+            identity.drafter_layer_ids(config),
+            config.drafter.model_dump(mode="json"),
+            config.train.model_dump(mode="json", exclude=NOT_IN_TRAIN_KEY),
+        ]
+    )
+
+
+def export_key(config: RunConfig) -> str:
+    """Key of the exported folders."""
+    return identity.short(["export", FORMAT, train_key(config), config.export.model_dump(mode="json")])
+
+
+def evaluate_key(config: RunConfig) -> str:
+    """Key of the evaluation."""
+    prompts = identity.files_identity(config, config.files(config.evaluate.prompts, where="[evaluate] prompts"))
+    options = config.evaluate.model_dump(mode="json", exclude={"gpus", "prompts"})
+    return identity.short(["evaluate", FORMAT, train_key(config), prompts, options])
+
+
+def report_key(config: RunConfig) -> str:
+    """Key of the report."""
+    return identity.short(["report", FORMAT, export_key(config), evaluate_key(config)])

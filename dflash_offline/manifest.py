@@ -1,0 +1,156 @@
+"""Files that others read are written whole and renamed; a manifest written last marks a folder complete.
+
+``manifest.json`` of a folder holds its content key, what was made (counts, versions), every file with its size and
+xxh3-128 checksum, and a digest of itself, so that an edited manifest is noticed as well.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from dflash_offline.errors import DFlashError, StoreFullError
+
+MANIFEST = "manifest.json"
+_READ_BYTES = 1 << 22
+
+
+def fsync_folder(path: Path) -> None:
+    """Make the entries of a folder durable (a rename is not, until its folder is synced)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Write a file whole: temporary name beside it, fsync, rename, fsync of the folder.
+
+    Raises:
+        StoreFullError: no space is left on the device.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+        if durable:
+            fsync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if error.errno in (28, 122):  # ENOSPC, EDQUOT
+            raise StoreFullError(f"{path}: the disk is full; {len(content):,} bytes were needed. Make space and run the same command again") from error
+        raise
+
+
+def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
+    """Write JSON whole (see ``write_bytes``)."""
+    write_bytes(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode(), durable=durable)
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON; a file that is not JSON is a ``DFlashError`` that names it."""
+    try:
+        return json.loads(Path(path).read_bytes())
+    except ValueError as error:
+        raise DFlashError(f"{path}: not valid JSON ({error}); it was not written by this program or has been damaged") from None
+
+
+def checksum(path: Path) -> str:
+    """xxh3-128 of a file's bytes, hexadecimal (about 15 GB/s a core when cached)."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def digest(content: Any) -> str:
+    """xxh3-128 of a JSON value in canonical form: keys sorted, no spaces."""
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_manifest(folder: Path, *, kind: str, key: str, files: Iterable[str] | None = None, **content: Any) -> dict[str, Any]:
+    """Commit ``folder``: fsync and checksum its files, then write ``manifest.json`` last.
+
+    Args:
+        kind: what the folder is, for example ``"corpus"``.
+        key: its content key (``keys.py``).
+        files: paths relative to the folder; None takes every file in it.
+        content: what else the manifest records, JSON values.
+    """
+    folder = Path(folder)
+    if files is None:
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    listed = {}
+    for name in files:
+        path = folder / name
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        listed[name] = [path.stat().st_size, checksum(path)]
+    manifest = {"kind": kind, "key": key, **content, "files": listed, "environment": environment()}
+    manifest["digest"] = digest(manifest)
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def read_manifest(folder: Path, *, kind: str | None = None) -> dict[str, Any]:
+    """Read and check a folder's manifest (its own digest, not the files).
+
+    Raises:
+        DFlashError: it is missing, is of another kind, or was edited.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.exists():
+        raise DFlashError(f"{folder}: no {MANIFEST}, so it is not complete; run the stage that makes it again")
+    manifest = read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("digest") != digest({name: value for name, value in manifest.items() if name != "digest"}):
+        raise DFlashError(f"{path}: its digest does not fit its content; it was edited or damaged")
+    if kind is not None and manifest.get("kind") != kind:
+        raise DFlashError(f"{path}: holds a {manifest.get('kind')!r}, wanted a {kind!r}")
+    return manifest
+
+
+def damaged_files(folder: Path, manifest: dict[str, Any], *, deep: bool) -> list[str]:
+    """Name each file of a manifest that is missing, has another size or (``deep``) other content, with the reason."""
+    problems = []
+    for name, (size, expected) in manifest["files"].items():
+        path = Path(folder) / name
+        if not path.is_file():
+            problems.append(f"{name}: missing")
+        elif path.stat().st_size != size:
+            problems.append(f"{name}: {path.stat().st_size:,} bytes, manifest says {size:,}")
+        elif deep and checksum(path) != expected:
+            problems.append(f"{name}: content differs from its checksum")
+    return problems
+
+
+@lru_cache
+def environment() -> dict[str, str]:
+    """Versions of what made a result: Python, packages (torch with its build), git commit of this code.
+
+    Reads package metadata only, so that a process without torch stays without it.
+    """
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("dflash_offline", "torch", "transformers", "tokenizers", "zarr", "numcodecs", "luigi", "triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        here = Path(__file__).resolve().parent
+        found = subprocess.run(["git", "-C", str(here), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10, check=True)
+        versions["git"] = found.stdout.strip()
+    return versions
