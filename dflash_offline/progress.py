@@ -1,0 +1,65 @@
+"""What a running stage tells the outside: a small JSON file for programs, lines on stdout for people.
+
+The file is what ``dflash-offline status`` and the supervisor read; the lines land in the stage's log, from where
+the supervisor forwards them to the terminal. Both are advisory: a full disk or a closed terminal never stops a run.
+
+Keys of the file: ``done`` and ``total`` (units of the stage's own: rows, parts, steps; null when not known),
+``text`` (what it is doing), ``time`` (unix seconds of the last update), ``pid``, ``numbers`` (name -> number).
+"""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from dflash_offline.errors import DFlashError
+from dflash_offline.manifest import read_json, write_json
+
+MIN_INTERVAL_S = 0.5
+
+
+class Progress:
+    """Progress of one process.
+
+    Args:
+        path: the progress file; None (run by hand, in a notebook or a test) keeps the numbers in memory only.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.state: dict[str, Any] = {"done": None, "total": None, "text": "", "time": time.time(), "pid": os.getpid(), "numbers": {}}
+        self._written_at = float("-inf")
+
+    def update(
+        self, *, done: int | None = None, total: int | None = None, text: str | None = None, force: bool = False, **numbers: float
+    ) -> None:
+        """Merge what changed into the state and write it, at most twice a second unless ``force``."""
+        for name, value in (("done", done), ("total", total), ("text", text)):
+            if value is not None:
+                self.state[name] = value
+        self.state["numbers"].update(numbers)
+        self.state["time"] = time.time()
+        if force or time.monotonic() - self._written_at >= MIN_INTERVAL_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the state as it is now."""
+        self._written_at = time.monotonic()
+        if self.path is not None:
+            with contextlib.suppress(OSError, DFlashError):
+                write_json(self.path, self.state, durable=False)
+
+    def say(self, text: str) -> None:
+        """Print one line at once; it is seen in the log and on the terminal."""
+        with contextlib.suppress(OSError):  # the reader may be gone: `luigi ... | head`
+            print(text, flush=True)
+
+
+def read_progress(path: Path) -> dict[str, Any] | None:
+    """The last state written to a progress file; None when there is none yet (or none that can be read)."""
+    with contextlib.suppress(OSError, DFlashError):
+        state = read_json(path)
+        if isinstance(state, dict) and {"done", "total", "text", "time", "pid", "numbers"} <= state.keys():
+            return state
+    return None
