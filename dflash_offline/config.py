@@ -5,14 +5,14 @@ module. Unknown keys are refused with the nearest known one; paths are relative 
 from the environment. Which fields make up which stage's content key is said in ``keys.py``, not here.
 """
 
-import difflib
-import glob as globbing
+import glob
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from dflash_offline import fields
 from dflash_offline.errors import ConfigError
 
 EMBEDDED = Path(__file__).with_name("demo_run.toml")
@@ -22,15 +22,13 @@ Gpus = list[int] | Literal["all", "cpu"]
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
-# gamma of the loss decay by block size, from the DFlash paper (arXiv 2602.06036); others are interpolated
-GAMMA_BY_BLOCK_SIZE = {8: 4.0, 10: 5.0, 16: 7.0}
-
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    # strict: TOML has types, so "8" is no number and true is no 1
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False)
 
 
-def _check_gpus(gpus: Gpus) -> Gpus:
+def _check_gpus(gpus: Gpus | None) -> Gpus | None:
     if isinstance(gpus, list):
         if not gpus:
             raise ValueError('gpus is an empty list; name GPUs, or "all", or "cpu"')
@@ -43,8 +41,13 @@ class TargetConfig(Section):
     """The target model: the language model that the drafter will speed up."""
 
     model: str = Field(description='Model folder (relative to this file) or hub name; "demo:smollm2" is the embedded demo model.')
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision the target computes in. On a CPU float32 is about six times faster.")
-    gpus: Gpus = Field([0, 1, 2, 3, 4], description='GPUs that capture, one replica each; "all", or "cpu". They index CUDA_VISIBLE_DEVICES where that is set.')
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Precision the target computes in. On a CPU float32 is about six times faster."
+    )
+    gpus: Gpus = Field(
+        [0, 1, 2, 3, 4],
+        description='GPUs that capture, one replica each; "all", or "cpu". They index CUDA_VISIBLE_DEVICES where that is set.',
+    )
     replicas: PositiveInt = Field(1, description='Number of replicas when gpus = "cpu".')
     capture_layer_ids: list[int] | PositiveInt = Field(
         5, description="Layers whose output is stored (0-based; id i is HF hidden_states[i+1]), or how many to spread over the depth."
@@ -66,16 +69,22 @@ class TargetConfig(Section):
 class CorpusConfig(Section):
     """The conversations: files, template, loss mask, length buckets, held-out split."""
 
-    files: list[str] = Field(min_length=1, description="Conversation files, folders or globs: JSONL, JSON, Parquet, Arrow; gzip, bz2, xz, zstd.")
+    files: list[str] = Field(
+        min_length=1, description="Conversation files, folders or globs: JSONL, JSON, Parquet, Arrow; gzip, bz2, xz, zstd."
+    )
     bucket_edges: list[PositiveInt] | Literal["auto"] = Field(
         [770, 1216, 1728, 2432, 3296, 8193],
         min_length=1,
         description='Length buckets in tokens: everything below the first edge, then [edge, next edge). "auto" takes them from the corpus.',
     )
     max_length: PositiveInt = Field(8192, description="Longest conversation kept whole, in tokens; must be below the last bucket edge.")
-    too_long: Literal["cut", "cut_turn", "drop"] = Field("cut", description="A longer one is cut at max_length, cut at its last whole turn, or dropped.")
+    too_long: Literal["cut", "cut_turn", "drop"] = Field(
+        "cut", description="A longer one is cut at max_length, cut at its last whole turn, or dropped."
+    )
     tokens_per_batch: PositiveInt = Field(16384, description="Token budget of one capture batch, padding included.")
-    heldout_fraction: Fraction = Field(0.02, description="Share of the conversations kept for evaluation, chosen by a stable hash of their content.")
+    heldout_fraction: Fraction = Field(
+        0.02, description="Share of the conversations kept for evaluation, chosen by a stable hash of their content."
+    )
     chat_template: str | None = Field(None, description="File with a Jinja chat template in place of the tokenizer's own.")
     chat_template_kwargs: dict[str, Any] = Field({}, description="Passed to the chat template, for example { enable_thinking = false }.")
     supervise: Literal["all", "last"] = Field("all", description="Assistant turns that are trained on: all of them, or the last one only.")
@@ -89,9 +98,11 @@ class CorpusConfig(Section):
             if edges != sorted(set(edges)):
                 raise ValueError(f"bucket_edges = {edges}: must rise")
             if self.max_length >= edges[-1]:
-                raise ValueError(f"max_length = {self.max_length} does not fit bucket_edges, which end at {edges[-1]}; the last edge must be above max_length")
+                raise ValueError(f"max_length = {self.max_length} does not fit bucket_edges, which end at {edges[-1]}; raise the last edge")
         if self.tokens_per_batch < self.max_length:
-            raise ValueError(f"tokens_per_batch = {self.tokens_per_batch} is below max_length = {self.max_length}; a batch must hold the longest conversation")
+            raise ValueError(
+                f"tokens_per_batch = {self.tokens_per_batch} is below max_length = {self.max_length}; a batch holds the longest row"
+            )
         return self
 
 
@@ -99,44 +110,58 @@ class StoreConfig(Section):
     """The hidden-state store."""
 
     codec: Literal["bf16", "lossless", "int8", "int6", "int4"] = Field(
-        "lossless", description="How hidden states are stored: bf16 as it is, lossless (about 0.70 of that), int8 (0.51), int6 (0.40), int4 (0.29)."
+        "lossless",
+        description="How hidden states are stored: bf16 as it is, lossless (about 0.70 of that), int8 (0.51), int6 (0.40), int4 (0.29).",
     )
     zstd: bool = Field(False, description="Compress int8/int6/int4 codes with zstd as well: smaller, slower to read.")
     part_bytes: PositiveInt = Field(1_000_000_000, description="Encoded hidden-state bytes in one part, the unit that is committed.")
     shard_bytes: PositiveInt = Field(128_000_000, description="Bytes of one Zarr shard (one file).")
     chunk_tokens: PositiveInt = Field(64, description="Tokens in one Zarr chunk, the unit that is read.")
     store_last_hidden: bool = Field(False, description="Also store the last layer's output before the final norm, for distillation losses.")
-    verify: Literal["deep", "sizes", "off"] = Field("deep", description="What training checks before it first reads a part: checksums, sizes only, or nothing.")
+    verify: Literal["deep", "sizes", "off"] = Field(
+        "deep", description="What training checks before it first reads a part: checksums, sizes only, or nothing."
+    )
 
 
 class DrafterConfig(Section):
     """The drafter's shape. Sizes left out follow the target."""
 
     layers: PositiveInt = Field(5, description="Number of decoder layers.")
-    block_size: Annotated[int, Field(ge=2, le=64)] = Field(16, description="Slots of a block: one known token and block_size - 1 drafted ones.")
-    target_layer_ids: list[int] | None = Field(None, description="Captured layers the drafter reads, in this order; all captured ones when left out.")
+    block_size: Annotated[int, Field(ge=2, le=64)] = Field(
+        16, description="Slots of a block: one known token and block_size - 1 drafted ones."
+    )
+    target_layer_ids: list[int] | None = Field(
+        None, description="Captured layers the drafter reads, in this order; all captured ones when left out."
+    )
     mask_token_id: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Token id of a masked slot. Left out: the tokenizer's mask token, else the first embedding row that no token uses."
+        None,
+        description="Token id of a masked slot. Left out: the tokenizer's mask token, else the first embedding row that no token uses.",
     )
     intermediate_size: PositiveInt | None = Field(None, description="Width of the MLP.")
     num_attention_heads: PositiveInt | None = Field(None, description="Query heads.")
     num_key_value_heads: PositiveInt | None = Field(None, description="Key and value heads.")
     head_dim: PositiveInt | None = Field(None, description="Width of one head; even.")
     sliding_window: PositiveInt | None = Field(None, description="Window in tokens of the sliding layers; none when left out.")
-    sliding_layers: list[int] | None = Field(None, description="Which drafter layers slide; all when sliding_window is set and this is left out.")
+    sliding_layers: list[int] | None = Field(
+        None, description="Which drafter layers slide; all when sliding_window is set and this is left out."
+    )
 
     @model_validator(mode="after")
     def _sizes(self) -> "DrafterConfig":
         if self.head_dim is not None and self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} is odd; rotary embedding needs an even one")
         if self.num_attention_heads and self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(f"num_attention_heads = {self.num_attention_heads} is no multiple of num_key_value_heads = {self.num_key_value_heads}")
+            raise ValueError(
+                f"num_attention_heads = {self.num_attention_heads} is no multiple of num_key_value_heads = {self.num_key_value_heads}"
+            )
         if self.sliding_layers is not None:
             if self.sliding_window is None:
                 raise ValueError("sliding_layers is set but sliding_window is not")
             if any(layer not in range(self.layers) for layer in self.sliding_layers):
                 raise ValueError(f"sliding_layers = {self.sliding_layers} names a layer the drafter does not have (layers = {self.layers})")
-        if self.target_layer_ids is not None and (not self.target_layer_ids or len(set(self.target_layer_ids)) != len(self.target_layer_ids)):
+        if self.target_layer_ids is not None and (
+            not self.target_layer_ids or len(set(self.target_layer_ids)) != len(self.target_layer_ids)
+        ):
             raise ValueError(f"target_layer_ids = {self.target_layer_ids}: at least one, each once")
         return self
 
@@ -144,13 +169,20 @@ class DrafterConfig(Section):
 class TrainConfig(Section):
     """Drafter training."""
 
-    gpus: Gpus = Field([5, 6, 7], description='GPUs that train, one rank each; "all", or "cpu". They index CUDA_VISIBLE_DEVICES where that is set.')
-    ranks: PositiveInt = Field(1, description='Number of ranks when gpus = "cpu".')
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of forward and backward passes; master weights are float32 always.")
-    attention: Literal["auto", "flex", "sdpa", "eager"] = Field(
-        "auto", description="Attention path. auto: compiled block-sparse kernels on a GPU (never anything slower in silence), sdpa on a CPU."
+    gpus: Gpus = Field(
+        [5, 6, 7], description='GPUs that train, one rank each; "all", or "cpu". They index CUDA_VISIBLE_DEVICES where that is set.'
     )
-    head_precision: Literal["bf16", "fp8"] = Field("bf16", description="Precision of the frozen head's products; fp8 needs a GPU that has it.")
+    ranks: PositiveInt = Field(1, description='Number of ranks when gpus = "cpu".')
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Precision of forward and backward passes; master weights are float32 always."
+    )
+    attention: Literal["auto", "flex", "sdpa", "eager"] = Field(
+        "auto",
+        description="Attention path. auto: compiled block-sparse kernels on a GPU (never anything slower in silence), sdpa on a CPU.",
+    )
+    head_precision: Literal["bf16", "fp8"] = Field(
+        "bf16", description="Precision of the frozen head's products; fp8 needs a GPU that has it."
+    )
     epochs: Annotated[float, Field(gt=0)] = Field(6.0, description="Passes over the corpus.")
     max_steps: PositiveInt | None = Field(None, description="Stop after this many optimiser steps even if epochs are left.")
     tokens_per_batch: PositiveInt = Field(8192, description="Context tokens in one micro-batch, padding included; at least max_length.")
@@ -158,25 +190,35 @@ class TrainConfig(Section):
     anchors: PositiveInt = Field(512, description="Most anchors (blocks) drawn from one conversation each epoch.")
     slots_per_batch: PositiveInt = Field(16384, description="Most block slots (anchors x block_size) in one micro-batch.")
     lr: Annotated[float, Field(gt=0)] = Field(6e-4, description="Peak learning rate of AdamW.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas.")
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field((0.9, 0.95), description="AdamW betas.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW weight decay.")
-    schedule: Literal["cosine", "wsd"] = Field("cosine", description="Learning rate: warm-up then cosine to 10 %, or warm-up, constant, last fifth linear to 10 %.")
+    schedule: Literal["cosine", "wsd"] = Field(
+        "cosine", description="Learning rate: warm-up then cosine to 10 %, or warm-up, constant, last fifth linear to 10 %."
+    )
     warmup_ratio: Fraction = Field(0.04, description="Share of the steps that warms up.")
     clip: Annotated[float, Field(gt=0)] = Field(1.0, description="Largest gradient norm.")
     loss: Literal["ce", "dpace"] = Field("ce", description="Slot weights: exponential decay (ce), or D-PACE (arXiv 2605.18810).")
-    gamma: Annotated[float, Field(gt=0)] | None = Field(None, description="Decay of the slot weights; 7, 5, 4 for block sizes 16, 10, 8 when left out.")
+    gamma: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Decay of the slot weights; 7, 5, 4 for block sizes 16, 10, 8 when left out."
+    )
     dpace_alpha: Annotated[float, Field(gt=0, lt=1)] = Field(0.5, description="Smoothing of D-PACE.")
-    kl_weight: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="Share of KL to the target's distribution in the loss; needs [store] store_last_hidden.")
+    kl_weight: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="Share of KL to the target's distribution in the loss; needs [store] store_last_hidden."
+    )
     noise: Annotated[float, Field(ge=0)] = Field(0.0, description="Uniform noise on context features, in units of their RMS.")
     noise_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="How the noise goes to zero over training.")
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="Decay of an average of the weights, used for evaluation and export.")
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="Decay of an average of the weights, used for evaluation and export."
+    )
     seed: int = Field(0, description="Seed of initial weights, epoch order, anchors and noise.")
     checkpoint_every: PositiveInt = Field(500, description="Steps between checkpoints.")
     checkpoint_minutes: Annotated[float, Field(gt=0)] = Field(10.0, description="Minutes between checkpoints at the most.")
     keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept; older ones are deleted.")
     evaluate_every: PositiveInt = Field(500, description="Steps between evaluations on the held-out conversations.")
     log_every: PositiveInt = Field(10, description="Steps between status lines.")
-    min_tokens_per_s: Annotated[float, Field(ge=0)] = Field(0.0, description="Stop when training is slower than this after warm-up; 0 never stops.")
+    min_tokens_per_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Stop when training is slower than this after warm-up; 0 never stops."
+    )
 
     _gpus = field_validator("gpus")(_check_gpus)
 
@@ -184,13 +226,19 @@ class TrainConfig(Section):
 class EvaluateConfig(Section):
     """The real draft-and-verify loop after training."""
 
-    prompts: list[str] = Field([], description="Prompt files (JSONL with messages); each file is one data set. None: evaluation on held-out rows only.")
+    prompts: list[str] = Field(
+        [], description="Prompt files (JSONL with messages); each file is one data set. None: evaluation on held-out rows only."
+    )
     max_prompts: PositiveInt = Field(80, description="Most prompts taken from one file.")
     max_new_tokens: PositiveInt = Field(256, description="Most tokens generated for one turn.")
     heldout_rows: PositiveInt = Field(64, description="Most held-out conversations used for tau_replay.")
     baseline: bool = Field(True, description="Also time the target alone and check that the output is its own greedy output.")
     gpus: Gpus | None = Field(None, description="GPU of the evaluation (the first one is used); that of [train] when left out.")
-    dtype: Literal["bfloat16", "float32"] | None = Field(None, description="Precision of target and drafter; that of [target] when left out.")
+    dtype: Literal["bfloat16", "float32"] | None = Field(
+        None, description="Precision of target and drafter; that of [target] when left out."
+    )
+
+    _gpus = field_validator("gpus")(_check_gpus)
 
 
 class ExportConfig(Section):
@@ -198,7 +246,9 @@ class ExportConfig(Section):
 
     formats: list[Literal["zlab", "speculators"]] = Field(["zlab"], min_length=1, description="zlab: SGLang and vLLM; speculators: vLLM.")
     license: str = Field("other", description="Licence named in the model card.")
-    target_name: str | None = Field(None, description="Name of the target in the model card and serve commands; [target] model when left out.")
+    target_name: str | None = Field(
+        None, description="Name of the target in the model card and serve commands; [target] model when left out."
+    )
 
 
 class RunConfig(Section):
@@ -224,39 +274,49 @@ class RunConfig(Section):
     def root_dir(self) -> Path:
         """Absolute folder of the run. The embedded run file's is in the current folder, not in the package."""
         base = Path.cwd() if self._source == EMBEDDED else self._source.parent
-        return (base / Path(self.root).expanduser()).resolve()
+        return (base / self._expand(self.root)).resolve()
 
     @property
     def gamma(self) -> float:
-        """Decay of the slot weights: as given, else the paper's for the block size (linear in between)."""
+        """Decay of the slot weights: as given, else 4, 5, 7 for block sizes 8, 10, 16 (arXiv 2602.06036), else on lines through these."""
         if self.train.gamma is not None:
             return self.train.gamma
         size = self.drafter.block_size
-        return GAMMA_BY_BLOCK_SIZE.get(size, 4.0 + (size - 8) * 3.0 / 8.0 if size > 8 else size / 2.0)
+        return size / 2.0 if size <= 10 else 5.0 + (size - 10) / 3.0
 
     def path(self, name: str) -> Path:
         """A path as written in the run file -> absolute."""
-        return (self._source.parent / Path(name).expanduser()).absolute()
+        return (self._source.parent / self._expand(name)).absolute()
+
+    def _expand(self, name: str) -> Path:
+        try:
+            return Path(name).expanduser()
+        except RuntimeError:
+            raise ConfigError(f"{self._source.name}: {name!r}: there is no such user; write ./{name} for a folder of that name") from None
 
     def files(self, patterns: list[str], *, where: str) -> list[Path]:
-        """Expand files, folders and globs to existing files, sorted inside each pattern.
+        """Expand files, folders and globs to existing files, sorted inside each pattern, each file once.
+
+        Hidden files and folders (names that start with a dot) inside a folder are left out.
 
         Raises:
             ConfigError: a pattern matches nothing.
         """
-        found: list[Path] = []
+        found: dict[Path, None] = {}
         for pattern in patterns:
             path = self.path(pattern)
             if path.is_dir():
-                matched = sorted(entry for entry in path.rglob("*") if entry.is_file() and not entry.name.startswith("."))
+                inside = (entry for entry in path.rglob("*") if not any(part.startswith(".") for part in entry.relative_to(path).parts))
+                matched = sorted(entry for entry in inside if entry.is_file())
             elif path.exists():
                 matched = [path]
-            else:
-                matched = sorted(Path(name) for name in globbing.glob(str(path), recursive=True) if Path(name).is_file())
+            else:  # root_dir, not a joined pattern: the run file's own folder may have brackets in its name
+                names = glob.iglob(str(self._expand(pattern)), root_dir=self._source.parent, recursive=True)  # noqa: PTH207
+                matched = sorted(entry for entry in map(self.path, names) if entry.is_file())
             if not matched:
                 raise ConfigError(f"{self._source.name}: {where}: {pattern!r} matches no file (looked for {path})")
-            found.extend(matched)
-        return found
+            found.update(dict.fromkeys(matched))
+        return list(found)
 
     @model_validator(mode="after")
     def _clashes(self) -> "RunConfig":
@@ -266,9 +326,13 @@ class RunConfig(Section):
                 "a micro-batch must hold the longest conversation"
             )
         if self.train.slots_per_batch < self.drafter.block_size:
-            raise ValueError(f"[train] slots_per_batch = {self.train.slots_per_batch} is below [drafter] block_size = {self.drafter.block_size}")
+            raise ValueError(
+                f"[train] slots_per_batch = {self.train.slots_per_batch} is below [drafter] block_size = {self.drafter.block_size}"
+            )
         if self.train.kl_weight > 0 and not self.store.store_last_hidden:
-            raise ValueError("[train] kl_weight needs the target's last hidden state: set [store] store_last_hidden = true (and capture again)")
+            raise ValueError(
+                "[train] kl_weight needs the target's last hidden state: set [store] store_last_hidden = true (and capture again)"
+            )
         captured, wanted = self.target.capture_layer_ids, self.drafter.target_layer_ids
         if isinstance(captured, list) and wanted is not None and (missing := [i for i in wanted if i not in captured]):
             raise ValueError(f"[drafter] target_layer_ids names {missing}, which [target] capture_layer_ids = {captured} does not capture")
@@ -295,39 +359,8 @@ class RunConfig(Section):
         try:
             config = cls.model_validate(tables)
         except ValidationError as error:
-            raise ConfigError("; ".join(f"{path.name}: {_explain(fault)}" for fault in error.errors()[:3])) from None
+            raise ConfigError("; ".join(f"{path.name}: {line}" for line in fields.explain(cls, tables, error)[:3])) from None
         config._source = path
+        if config.root_dir.exists() and not config.root_dir.is_dir():
+            raise ConfigError(f"{path.name}: root = {config.root!r} is a file ({config.root_dir}); name a folder")
         return config
-
-
-def _fields_at(location: list[str]) -> dict[str, Any]:
-    model: Any = RunConfig
-    for name in location:
-        field = model.model_fields.get(name) if isinstance(model, type) and issubclass(model, BaseModel) else None
-        if field is None:
-            return {}
-        model = field.annotation
-    return model.model_fields if isinstance(model, type) and issubclass(model, BaseModel) else {}
-
-
-def _explain(fault: Any) -> str:
-    """One pydantic fault -> ``[train]: unknown key 'lrr'; did you mean 'lr'?``"""
-    parts = [str(part) for part in fault["loc"]]
-    kind, message = fault["type"], fault["msg"].removeprefix("Value error, ")
-    if kind == "extra_forbidden":
-        section, key = parts[:-1], parts[-1]
-        known = list(_fields_at(section))
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-        what = "section" if not section and isinstance(fault.get("input"), dict) else "key"
-        return f"{_section(section)}unknown {what} {key!r}; {hint}"
-    if kind == "missing":
-        return f"{_section(parts[:-1])}{parts[-1]!r} is missing"
-    if kind == "value_error":
-        return f"{_section(parts[:1])}{message}"
-    shown = repr(fault.get("input"))
-    return f"{_section(parts[:1])}{'.'.join(parts[1:]) or parts[0]} = {shown[:80]}: {message[:1].lower()}{message[1:]}"
-
-
-def _section(parts: list[str]) -> str:
-    return f"[{'.'.join(parts)}]: " if parts else ""
