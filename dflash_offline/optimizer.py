@@ -1,0 +1,193 @@
+"""Master weights, their gradients and AdamW, all in one fixed flat layout.
+
+What is unusual here:
+
+- The drafter's parameters are views of one flat buffer in the compute dtype (bf16 on a GPU). Next to it lie a float32
+  buffer of master weights and one of gradients, in the same order: the module's own order of parameters. Whatever
+  the number of ranks, a gradient always has the same place and is always added and reduced in the same order, so a
+  run can be resumed to the last bit. (DDP builds its buckets anew after its first step, and sums change with them.)
+- A parameter's gradient is added to the float32 buffer and freed as soon as the backward pass has made it.
+- Normalising by the sum of weights, clipping and skipping a non-finite step happen on the device: the optimiser never
+  waits for a number to come to the host.
+
+Gradients here are sums over a step (not means): ``update`` divides by the step's sum of weights.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+ADAM_EPS = 1e-8
+MIN_LR_RATIO = 0.1  # the learning rate ends at this share of its peak
+WSD_DECAY = 0.2  # share of the steps in which wsd falls linearly
+
+
+class Weights:
+    """Master weights, gradients and compute copies of a module.
+
+    Args:
+        module: its parameters' values become the masters; its parameters become views of the compute buffer.
+        device: where everything lives.
+        dtype: of the compute copies.
+        ema: decay of an average of the masters, None for none.
+    """
+
+    def __init__(self, module: nn.Module, *, device: torch.device, dtype: torch.dtype, ema: float | None = None) -> None:
+        named = list(module.named_parameters())
+        self.names = [name for name, _ in named]
+        self.shapes = [parameter.shape for _, parameter in named]
+        sizes = [parameter.numel() for _, parameter in named]
+        self.offsets = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        self.parameters = [parameter for _, parameter in named]
+        self.device = device
+        self.master = torch.empty(self.numel, dtype=torch.float32, device=device)
+        self.gradient = torch.zeros_like(self.master)
+        self.compute = torch.empty(self.numel, dtype=dtype, device=device)
+        for view, compute, parameter in zip(self.views(self.master), self.views(self.compute), self.parameters, strict=True):
+            view.copy_(parameter.detach())
+            compute.copy_(view)
+            parameter.data = compute
+        self.ema_decay = ema
+        self.ema = self.master.clone() if ema is not None else None
+        self.on_gradient: Callable[[int], None] | None = None  # called with a parameter's index once its gradient is added
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views(self.gradient), strict=True)):
+            parameter.register_post_accumulate_grad_hook(self._collector(index, view))
+
+    @property
+    def numel(self) -> int:
+        """Number of trained values."""
+        return self.offsets[-1]
+
+    def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Each parameter's part of a flat buffer, in its own shape."""
+        for i, shape in enumerate(self.shapes):
+            yield flat[self.offsets[i] : self.offsets[i + 1]].view(shape)
+
+    def named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Name -> its part of a flat buffer."""
+        return dict(zip(self.names, self.views(flat), strict=True))
+
+    def _collector(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def collect(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            view.add_(parameter.grad)
+            parameter.grad = None
+            if self.on_gradient is not None:
+                self.on_gradient(index)
+
+        return collect
+
+    def refresh(self, *, averaged: bool = False) -> None:
+        """Make the compute copies anew, from the masters or from their average (``averaged``, when there is one)."""
+        self.compute.copy_(self.ema if averaged and self.ema is not None else self.master)
+
+    def average(self, step: int) -> None:
+        """Move the average towards the masters after optimiser step ``step`` (from 1).
+
+        The decay is ``min(ema, (1 + step) / (10 + step))``: with the full decay from the start, the initial random
+        weights would stay in the average for 1 / (1 - ema) steps.
+        """
+        if self.ema is not None and self.ema_decay is not None:
+            self.ema.lerp_(self.master, 1.0 - min(self.ema_decay, (1 + step) / (10 + step)))
+
+    @property
+    def final(self) -> torch.Tensor:
+        """Flat weights to evaluate and export: the average when there is one."""
+        return self.master if self.ema is None else self.ema
+
+
+class AdamW:
+    """Decoupled AdamW on the masters of a ``Weights``, fused, with weight decay on matrices only.
+
+    Moments are kept flat, in the layout of the weights.
+    """
+
+    def __init__(self, weights: Weights, *, betas: tuple[float, float], weight_decay: float) -> None:
+        self.weights = weights
+        self.first_moment = torch.zeros_like(weights.master)
+        self.second_moment = torch.zeros_like(weights.master)
+        masters = [nn.Parameter(view, requires_grad=False) for view in weights.views(weights.master)]
+        for master, gradient in zip(masters, weights.views(weights.gradient), strict=True):
+            master.grad = gradient
+        self._inner = torch.optim.AdamW(
+            [
+                {"params": [master for master in masters if master.ndim >= 2], "weight_decay": weight_decay},
+                {"params": [master for master in masters if master.ndim < 2], "weight_decay": 0.0},
+            ],
+            betas=betas,
+            eps=ADAM_EPS,
+            fused=True,
+        )
+        moments = zip(masters, weights.views(self.first_moment), weights.views(self.second_moment), strict=True)
+        for master, first, second in moments:
+            step = torch.zeros((), dtype=torch.float32, device=weights.device)
+            self._inner.state[master] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+
+    def update(self, *, lr: float, clip: float, weight_sum: torch.Tensor, loss_sum: torch.Tensor) -> torch.Tensor:
+        """One optimiser step from the summed gradients, which are cleared.
+
+        The step is skipped, masters and moments left as they were, when the weights sum to zero (no anchor anywhere)
+        or when the loss or a gradient is not finite.
+
+        Args:
+            lr: learning rate of this step.
+            clip: largest norm of the normalised gradient.
+            weight_sum, loss_sum: scalars on the device, over all ranks and micro-batches.
+
+        Returns:
+            The norm of the normalised gradient before clipping, a float32 scalar on the device; NaN or infinite when
+            the step was skipped for that reason.
+        """
+        weight = weight_sum.to(torch.float32)
+        empty = weight <= 0
+        norm = self.weights.gradient.norm() / torch.where(empty, 1.0, weight)
+        norm = norm + 0.0 * loss_sum.to(torch.float32)  # a loss that is not finite makes the norm so
+        for group in self._inner.param_groups:
+            group["lr"] = lr
+        # the fused kernel divides gradients by grad_scale and leaves everything as it is where found_inf is 1
+        self._inner.grad_scale = weight / (clip / (norm + 1e-6)).clamp(max=1.0)
+        self._inner.found_inf = (empty | ~torch.isfinite(norm)).to(torch.float32)
+        self._inner.step()
+        self.weights.gradient.zero_()
+        return norm
+
+    @property
+    def steps_taken(self) -> torch.Tensor:
+        """Updates that were not skipped, a scalar on the device (Adam's bias correction counts these)."""
+        step: torch.Tensor = next(iter(self._inner.state.values()))["step"]
+        return step
+
+    def set_steps_taken(self, steps: int) -> None:
+        """Restore the count that ``steps_taken`` gave."""
+        for state in self._inner.state.values():
+            state["step"].fill_(steps)
+
+
+def state_tensors(weights: Weights, optimizer: AdamW) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint has to hold, as flat tensors (no copies)."""
+    tensors = {"master": weights.master, "first_moment": optimizer.first_moment, "second_moment": optimizer.second_moment}
+    return tensors if weights.ema is None else {**tensors, "ema": weights.ema}
+
+
+def lr_at(step: int, *, total: int, peak: float, warmup_ratio: float, schedule: str) -> float:
+    """Learning rate of step ``step`` (0 .. total-1): linear warm-up, then ``cosine`` or ``wsd`` down to 10 % of the peak."""
+    warmup = round(warmup_ratio * total)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule == "cosine":
+        along = (step - warmup) / max(1, total - 1 - warmup)
+        return peak * (MIN_LR_RATIO + (1 - MIN_LR_RATIO) * 0.5 * (1 + math.cos(math.pi * min(1.0, along))))
+    assert schedule == "wsd", schedule
+    decay = max(1, round(WSD_DECAY * total))
+    along = max(0.0, (step - (total - decay) + 1) / decay)
+    return peak * (1 - (1 - MIN_LR_RATIO) * along)
+
+
+def noise_at(step: int, *, total: int, peak: float, schedule: str) -> float:
+    """Noise on context features at a step, in units of their RMS: ``constant``, or ``linear`` / ``cosine`` down to zero."""
+    along = step / max(1, total - 1)
+    share: dict[str, Any] = {"constant": 1.0, "linear": 1.0 - along, "cosine": 0.5 * (1 + math.cos(math.pi * along))}
+    return float(peak * share[schedule])

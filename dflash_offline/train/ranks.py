@@ -1,0 +1,159 @@
+"""The ranks of one drafter: joining them, comparing them, and reducing gradients in a fixed order.
+
+Each rank is a process of its own with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. With one rank
+there is no process group at all and every operation here is the identity.
+
+Gradients are reduced in buckets: fixed slices of the flat float32 gradient, cut at parameters, always started from
+the last to the first (the backward pass makes them in about that order). A bucket is started as soon as this rank's
+last micro-batch of the step has made all its gradients, so the transfer overlaps with the backward pass; a rank
+without a micro-batch in the step starts them all at once. As every rank starts the same buckets in the same order,
+uneven shares never hang.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dflash_offline.errors import TrainError
+from dflash_offline.optimizer import Weights
+
+BUCKET_BYTES = 64 << 20
+TIMEOUT_MINUTES = 30  # of one collective: longer than any rank may spend on an evaluation or a checkpoint
+
+
+@dataclass
+class Ranks:
+    """This process's place among the ranks. ``size`` 1 needs no process group."""
+
+    rank: int = 0
+    size: int = 1
+    joined: bool = field(default=False, repr=False)
+
+    @classmethod
+    def from_environment(cls) -> "Ranks":
+        """Read RANK and WORLD_SIZE; without them this is the only rank.
+
+        Raises:
+            TrainError: they are not numbers, or do not fit each other.
+        """
+        given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+        try:
+            rank, size = int(given["RANK"] or 0), int(given["WORLD_SIZE"] or 1)
+        except ValueError:
+            raise TrainError(f"environment: RANK and WORLD_SIZE must be whole numbers, got {given}") from None
+        if not 0 <= rank < size:
+            raise TrainError(f"environment: RANK = {rank} is not below WORLD_SIZE = {size}")
+        if size > 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+            raise TrainError("environment: MASTER_ADDR and MASTER_PORT are needed when WORLD_SIZE is above 1")
+        return cls(rank, size)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, the one that writes files."""
+        return self.rank == 0
+
+    def join(self, device: torch.device) -> None:
+        """Meet the other ranks: NCCL on GPUs, gloo on CPUs."""
+        if self.size == 1 or self.joined:
+            return
+        if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost", "::1"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
+        options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        try:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(minutes=TIMEOUT_MINUTES),
+                **options,
+            )
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise TrainError(f"rank {self.rank} of {self.size}: cannot meet the other ranks at {where} ({str(error).splitlines()[0]})") from None
+        self.joined = True
+
+    def leave(self) -> None:
+        """Close the process group."""
+        if self.joined:
+            dist.destroy_process_group()
+            self.joined = False
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place."""
+        if self.joined:
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """One (picklable) value of each rank, in order of ranks, on every rank."""
+        if not self.joined:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def compare(self, facts: Mapping[str, Any]) -> None:
+        """Make sure that all ranks run the same job.
+
+        Raises:
+            TrainError: a fact differs; the text names it and the ranks.
+        """
+        everyone = self.gather(dict(facts))
+        for name in facts:
+            values = [other.get(name) for other in everyone]
+            for rank, value in enumerate(values):
+                if value != values[0]:
+                    raise TrainError(f"ranks differ in {name}: rank 0 has {values[0]!r}, rank {rank} has {value!r}; start all ranks from the same code and run file")
+
+
+class GradientSum:
+    """Sums the flat gradient of a ``Weights`` over the ranks, bucket by bucket (see the module's docstring)."""
+
+    def __init__(self, weights: Weights, ranks: Ranks, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.weights, self.ranks = weights, ranks
+        self.buckets: list[tuple[int, int]] = []  # [first, last) parameter of each
+        first = 0
+        for index in range(len(weights.names)):
+            if (weights.offsets[index + 1] - weights.offsets[first]) * 4 >= bucket_bytes or index + 1 == len(weights.names):
+                self.buckets.append((first, index + 1))
+                first = index + 1
+        self.bucket_of = [number for number, (first, last) in enumerate(self.buckets) for _ in range(first, last)]
+        self._missing: list[int] = []
+        self._next = -1
+        self._running: list[dist.Work] = []
+        if ranks.size > 1:
+            weights.on_gradient = self._made
+
+    def start(self) -> None:
+        """Call before this rank's last backward pass of a step: buckets go out as they become complete."""
+        if self.ranks.joined:
+            self._missing = [last - first for first, last in self.buckets]
+            self._next = len(self.buckets) - 1
+
+    def _made(self, index: int) -> None:
+        if self._next < 0:
+            return
+        self._missing[self.bucket_of[index]] -= 1
+        while self._next >= 0 and self._missing[self._next] == 0:
+            self._send()
+
+    def _send(self) -> None:
+        first, last = self.buckets[self._next]
+        part = self.weights.gradient[self.weights.offsets[first] : self.weights.offsets[last]]
+        work = dist.all_reduce(part, async_op=True)
+        assert work is not None
+        self._running.append(work)
+        self._next -= 1
+
+    def finish(self) -> None:
+        """Send what is left and wait for all of it."""
+        while self._next >= 0:
+            self._send()
+        for work in self._running:
+            work.wait()
+        self._running.clear()

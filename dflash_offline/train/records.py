@@ -1,0 +1,156 @@
+"""What a training run tells: the status line, ``metrics.jsonl``, TensorBoard, the throughput watch.
+
+``[14m] step=8 loss=9.81 acc=0.031 streak=0.12 tau=1.12 lr=6.0e-05 noise=0.0003 | read=412MB/s wait=1% train=23.5Ktok/s | epoch~0.01 ETA=1.3h``
+
+``loss``, ``acc``, ``streak`` are of that one step, over all ranks (``acc``: right among all trained slots; ``streak``:
+leading right slots of a block; ``tau = streak + 1``). ``read``, ``wait`` and ``train`` are over the time since the line
+before: stored bytes read, share of the time that ranks waited for data, context tokens trained (padding not counted),
+summed (``wait``: averaged) over the ranks.
+"""
+
+import contextlib
+import json
+import os
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_offline.manifest import write_bytes
+
+METRICS = "metrics.jsonl"
+WATCHED = 20  # steps in the rolling rate of one shape
+SLOW = 0.5  # a rolling rate below this share of the best one is said
+
+
+def duration(seconds: float) -> str:
+    """45s, 14m, 1.3h, 2.5d."""
+    if seconds < 60:
+        return f"{seconds:.0f}s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f}m"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f}h"
+    return f"{seconds / 86400:.1f}d"
+
+
+def status_line(row: Mapping[str, Any]) -> str:
+    """The line of one metrics row (shape: see the module's docstring)."""
+    return (
+        f"[{duration(row['elapsed_s'])}] step={row['step']} loss={row['loss']:.2f} acc={row['acc']:.3f} streak={row['streak']:.2f} "
+        f"tau={row['tau']:.2f} lr={row['lr']:.1e} noise={row['noise']:.4f} | read={row['read_bytes_per_s'] / 1e6:.0f}MB/s "
+        f"wait={100 * row['wait_share']:.0f}% train={row['tokens_per_s'] / 1e3:.1f}Ktok/s | epoch~{row['epoch']:.2f} ETA={duration(row['eta_s'])}"
+    )
+
+
+def heldout_line(row: Mapping[str, Any]) -> str:
+    """The line of one evaluation row."""
+    held = row["heldout"]
+    line = f"[{duration(row['elapsed_s'])}] step={row['step']} held-out: loss={held['loss']:.2f} acc={held['acc']:.3f} tau={held['tau']:.2f}"
+    if held["tau_replay"] is not None:
+        low, high = held["tau_replay_interval"]
+        line += f" tau_replay={held['tau_replay']:.2f} [{low:.2f}, {high:.2f}]"
+    return f"{line} ({held['rows']} conversations, {held['blocks']} blocks)"
+
+
+class Records:
+    """Writes the files of one run; only rank 0 has one.
+
+    Args:
+        folder: the run's folder under ``drafters/``.
+        after: the step that training resumes from. Rows beyond it, left by a run that got further before it was
+            killed, are dropped, and so is a torn last line: steps are in the file once, rising.
+    """
+
+    def __init__(self, folder: Path, *, after: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = folder / METRICS
+        folder.mkdir(parents=True, exist_ok=True)
+        write_bytes(self.path, "".join(json.dumps(row) + "\n" for row in read_metrics(self.path) if row["step"] <= after).encode(), durable=False)
+        self._file = open(self.path, "a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row to ``metrics.jsonl`` and its numbers to TensorBoard.
+
+        Unlike the progress file this is a result: a full disk stops the run here (``OSError``).
+        """
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        for name, value in _scalars(row):
+            self._board.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Flush and make durable."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._board.close()
+
+
+def _scalars(row: Mapping[str, Any], prefix: str = "train") -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            found.extend(_scalars(value, name))
+        elif isinstance(value, list):
+            found.extend((f"{prefix}/{name}/{i}", float(item)) for i, item in enumerate(value) if isinstance(item, int | float))
+        elif isinstance(value, int | float) and name != "step":
+            found.append((f"{prefix}/{name}", float(value)))
+    return found
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole rows of a ``metrics.jsonl``; none when there is no such file."""
+    rows = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):  # the last line may be torn
+                row = json.loads(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    rows.append(row)
+    return rows
+
+
+class ThroughputWatch:
+    """Notices when a shape of micro-batches becomes much slower than it was.
+
+    Rates are kept per shape (the tokens of a second differ between buckets). The first steps of a shape, in which
+    kernels are compiled and files read for the first time, count for nothing.
+    """
+
+    def __init__(self, *, skip: int = 3) -> None:
+        self._skip = skip
+        self._seen: dict[Any, int] = {}
+        self._recent: dict[Any, deque[tuple[float, dict[str, float]]]] = {}
+        self._best: dict[Any, float] = {}
+        self._said: set[Any] = set()
+
+    def step(self, shape: Any, *, tokens: int, seconds: Mapping[str, float]) -> str | None:
+        """Note one step; returns a warning to print, once each time a shape falls below half its best rate.
+
+        Args:
+            tokens: context tokens of the step.
+            seconds: what the step's time went to, by name; their sum is the step's time.
+        """
+        self._seen[shape] = self._seen.get(shape, 0) + 1
+        total = sum(seconds.values())
+        if self._seen[shape] <= self._skip or total <= 0:
+            return None
+        recent = self._recent.setdefault(shape, deque(maxlen=WATCHED))
+        recent.append((tokens / total, dict(seconds)))
+        if len(recent) < WATCHED:
+            return None
+        rate = sum(each for each, _ in recent) / WATCHED
+        best = self._best[shape] = max(self._best.get(shape, 0.0), rate)
+        if rate >= SLOW * best:
+            self._said.discard(shape)
+            return None
+        if shape in self._said:
+            return None
+        self._said.add(shape)
+        spent = {name: sum(parts[name] for _, parts in recent) for name in seconds}
+        whole = sum(spent.values())
+        shares = ", ".join(f"{name} {100 * part / whole:.0f}%" for name, part in sorted(spent.items(), key=lambda item: -item[1]))
+        return f"warning: training slowed down to {rate / 1e3:.1f} Ktok/s from {best / 1e3:.1f} in {shape}; time goes to: {shares}"
