@@ -2,15 +2,18 @@
 
 Nothing here imports torch or transformers: Luigi works out its keys with it.
 
-A target's weights are tens of gigabytes, so they are told apart by sizes, by the safetensors headers and by blocks
-sampled over each file: a fine-tune of the same shape differs in every block. Corpus files are read whole; their
-digests are remembered by path, size, inode and both time stamps.
+A target's weights are tens of gigabytes, so they are told apart by sizes, by the safetensors headers, by blocks
+sampled over each file and by the first block of every tensor: a fine-tune differs there, even one of a few layers.
+Corpus files are read whole; their digests are remembered by path, size, inode and both time stamps.
 """
 
 import contextlib
 import json
+import os
+import time
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -23,6 +26,7 @@ from dflash_offline.manifest import checksum, digest, read_json, write_json
 _SAMPLED_BLOCKS = 64
 _BLOCK_BYTES = 4096
 _HEADER_BYTES = 1 << 20
+_SETTLED_S = 2.0  # a file changed more recently may change again within one tick of its time stamps
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin")
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,9 +34,13 @@ _TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "tokenizer.model",
+    "spiece.model",
+    "tiktoken.model",
 )
 
 
@@ -67,7 +75,10 @@ def target_config(config: RunConfig) -> dict[str, Any]:
     path = target_folder(config) / "config.json"
     if not path.is_file():
         raise TargetError(f"{path.parent}: no config.json, so this is no transformers model folder")
-    return read_json(path)
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise TargetError(f"{path}: holds no JSON object, so this is no transformers model folder")
+    return found
 
 
 def text_config(model_config: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +93,9 @@ def num_target_layers(config: RunConfig) -> int:
     """Decoder layers of the target."""
     found = text_config(target_config(config)).get("num_hidden_layers")
     if not isinstance(found, int) or found < 2:
-        raise TargetError(f"{target_folder(config)}/config.json: num_hidden_layers (at top level or in text_config) is {found!r}; a whole number of at least 2 is needed")
+        raise TargetError(
+            f"{target_folder(config)}/config.json: num_hidden_layers (at top level or in text_config) is {found!r}; must be at least 2"
+        )
     return found
 
 
@@ -106,10 +119,14 @@ def capture_layer_ids(config: RunConfig) -> list[int]:
     ids = default_layer_ids(num_layers, wanted) if isinstance(wanted, int) else list(wanted)
     where = f"{config.source.name}: [target] capture_layer_ids = {wanted}"
     if isinstance(wanted, int) and (len(set(ids)) != len(ids) or any(i not in range(num_layers - 1) for i in ids)):
-        raise ConfigError(f"{where}: {wanted} layers cannot be spread over the target's {num_layers} (the rule gives {ids}); name them, each from 0 to {num_layers - 2}")
+        raise ConfigError(
+            f"{where}: {wanted} cannot be spread over the target's {num_layers} layers (would be {ids}); name ids, 0 to {num_layers - 2}"
+        )
     for i in ids:
         if i == num_layers - 1:
-            raise ConfigError(f"{where}: layer {i} is the last one, whose output servers take after the final norm; highest allowed is {num_layers - 2}")
+            raise ConfigError(
+                f"{where}: layer {i} is the last one, whose output servers take after the final norm; highest allowed is {num_layers - 2}"
+            )
         if i not in range(num_layers):
             raise ConfigError(f"{where}: the target has {num_layers} layers, so ids go from 0 to {num_layers - 2}; got {i}")
     return ids
@@ -134,14 +151,41 @@ def weights_identity(folder: Path) -> dict[str, Any]:
 
 
 def sampled_digest(path: Path) -> str:
-    """Digest of a large file's first megabyte and of blocks spread evenly over it."""
-    hashed, size = xxhash.xxh3_128(), path.stat().st_size
-    with open(path, "rb") as file:
-        hashed.update(file.read(_HEADER_BYTES))
-        for i in range(_SAMPLED_BLOCKS):
-            file.seek(i * max(0, size - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1))
+    """Digest of a large file: size, first megabyte, blocks spread evenly over it, the first block of every safetensors tensor."""
+    stat = path.stat()
+    remembered = _sampled_digest if _settled(stat) else _sampled_digest.__wrapped__
+    return remembered(path, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def _settled(stat: os.stat_result) -> bool:
+    return time.time() - max(stat.st_mtime, stat.st_ctime) > _SETTLED_S
+
+
+@lru_cache(maxsize=1024)
+def _sampled_digest(path: Path, size: int, *_stamp: int) -> str:
+    hashed = xxhash.xxh3_128(str(size).encode())
+    with path.open("rb") as file:
+        head = file.read(_HEADER_BYTES)
+        hashed.update(head)
+        evenly = [i * max(0, size - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1) for i in range(_SAMPLED_BLOCKS)]
+        tensors = _tensor_starts(head, file) if path.suffix == ".safetensors" else []
+        for start in [*evenly, *tensors]:
+            file.seek(start)
             hashed.update(file.read(_BLOCK_BYTES))
     return hashed.hexdigest()
+
+
+def _tensor_starts(head: bytes, file: BinaryIO) -> list[int]:
+    """Where each tensor of a safetensors file begins (8 bytes of header length, JSON header, data); [] if it is none."""
+    length = int.from_bytes(head[:8], "little")
+    if not 2 <= length <= 100_000_000:
+        return []
+    file.seek(8)
+    try:
+        header = json.loads(file.read(length))
+        return sorted(8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return []
 
 
 def target_identity(config: RunConfig) -> dict[str, Any]:
@@ -174,18 +218,21 @@ def tokenizer_identity(config: RunConfig) -> dict[str, Any]:
 def files_identity(config: RunConfig, paths: list[Path]) -> list[str]:
     """Content digest of each file, in order. Files unchanged since the last time are not read again."""
     cache_path = Layout(config.root_dir).cache / "digests.json"
-    cache: dict[str, Any] = {}
+    cache: Any = None
     with contextlib.suppress(OSError, DFlashError):
         cache = read_json(cache_path)
+    if not isinstance(cache, dict):
+        cache = {}
     digests, changed = [], False
     for path in paths:
         try:
             stat = path.stat()
             stamp = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
             known = cache.get(str(path))
-            if not known or known[0] != stamp:
-                known = cache[str(path)] = [stamp, checksum(path)]
-                changed = True
+            if not (isinstance(known, list) and len(known) == 2 and known[0] == stamp):
+                known = [stamp, checksum(path)]
+                if _settled(stat):
+                    cache[str(path)], changed = known, True
         except OSError as error:
             raise CorpusError(f"{path}: cannot be read ({error.strerror})") from None
         digests.append(known[1])

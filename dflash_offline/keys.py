@@ -11,7 +11,8 @@ corpus     content of the conversation files; tokenizer, template and its option
            tokens_per_batch, strict
 capture    target's config and weights; tokenizer, template; layer ids; [target] dtype; [store] codec,
            zstd, store_last_hidden. Not the corpus: rows are addressed by content inside the store
-train      corpus, capture; [drafter]; [train] except the settings in ``NOT_IN_TRAIN_KEY``
+train      corpus, capture; [drafter] (target_layer_ids resolved: writing the default out changes nothing);
+           [train] except the settings in ``NOT_IN_TRAIN_KEY``
 export     train; [export]
 evaluate   train; [evaluate] except gpus; content of the prompt files
 report     export, evaluate
@@ -23,7 +24,7 @@ from dflash_offline.config import RunConfig
 
 FORMAT = 1  # raised when a stage's output changes meaning, so that old outputs are not taken for new ones
 
-NOT_IN_CORPUS_KEY = {"files", "tokens_per_batch", "strict"}
+NOT_IN_CORPUS_KEY = {"files", "tokens_per_batch", "strict", "chat_template"}  # files and template go in by content
 NOT_IN_TRAIN_KEY = {
     "gpus",
     "ranks",
@@ -72,7 +73,7 @@ def train_key(config: RunConfig) -> str:
             corpus_key(config),
             capture_key(config),
             identity.drafter_layer_ids(config),
-            config.drafter.model_dump(mode="json"),
+            config.drafter.model_dump(mode="json", exclude={"target_layer_ids"}),
             config.train.model_dump(mode="json", exclude=NOT_IN_TRAIN_KEY),
         ]
     )

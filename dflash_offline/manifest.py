@@ -5,10 +5,12 @@ xxh3-128 checksum, and a digest of itself, so that an edited manifest is noticed
 """
 
 import contextlib
+import errno
 import json
 import os
 import platform
 import subprocess
+import threading
 from collections.abc import Iterable
 from functools import lru_cache
 from importlib import metadata
@@ -20,6 +22,7 @@ import xxhash
 from dflash_offline.errors import DFlashError, StoreFullError
 
 MANIFEST = "manifest.json"
+_TEMPORARY = ".tmp"
 _READ_BYTES = 1 << 22
 
 
@@ -39,21 +42,23 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
         StoreFullError: no space is left on the device.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{_TEMPORARY}")
     try:
-        with open(temporary, "wb") as file:
+        with temporary.open("wb") as file:
             file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
         if durable:
             fsync_folder(path.parent)
-    except OSError as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if error.errno in (28, 122):  # ENOSPC, EDQUOT
-            raise StoreFullError(f"{path}: the disk is full; {len(content):,} bytes were needed. Make space and run the same command again") from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFullError(
+                f"{path}: the disk is full; {len(content):,} bytes were needed. Make space and run the same command again"
+            ) from error
         raise
 
 
@@ -63,9 +68,18 @@ def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read JSON; a file that is not JSON is a ``DFlashError`` that names it."""
+    """Read JSON.
+
+    Raises:
+        DFlashError: the file is not JSON or may not be read; the text names it.
+        FileNotFoundError: there is no such file.
+    """
     try:
         return json.loads(Path(path).read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DFlashError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise DFlashError(f"{path}: not valid JSON ({error}); it was not written by this program or has been damaged") from None
 
@@ -73,7 +87,7 @@ def read_json(path: Path) -> Any:
 def checksum(path: Path) -> str:
     """xxh3-128 of a file's bytes, hexadecimal (about 15 GB/s a core when cached)."""
     digest = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as file:
+    with Path(path).open("rb", buffering=0) as file:
         while block := file.read(_READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
@@ -90,19 +104,23 @@ def write_manifest(folder: Path, *, kind: str, key: str, files: Iterable[str] | 
     Args:
         kind: what the folder is, for example ``"corpus"``.
         key: its content key (``keys.py``).
-        files: paths relative to the folder; None takes every file in it.
+        files: paths relative to the folder; None takes every file in it but what a killed ``write_bytes`` left.
         content: what else the manifest records, JSON values.
     """
     folder = Path(folder)
     if files is None:
-        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+        found = [path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST]
+        left_over = {path for path in found if path.name.startswith(".") and path.name.endswith(_TEMPORARY)}
+        files = sorted(path.relative_to(folder).as_posix() for path in found if path not in left_over)
     listed = {}
     for name in files:
         path = folder / name
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             os.fsync(file.fileno())
         listed[name] = [path.stat().st_size, checksum(path)]
-    manifest = {"kind": kind, "key": key, **content, "files": listed, "environment": environment()}
+    assert not {"kind", "key", "files", "environment", "digest"} & set(content), "names the manifest itself uses"
+    # through JSON once, so that the digest is of what a reader will see (tuples, numbers as dictionary keys)
+    manifest = json.loads(json.dumps({"kind": kind, "key": key, **content, "files": listed, "environment": environment()}))
     manifest["digest"] = digest(manifest)
     write_json(folder / MANIFEST, manifest)
     return manifest
@@ -118,7 +136,9 @@ def read_manifest(folder: Path, *, kind: str | None = None) -> dict[str, Any]:
     if not path.exists():
         raise DFlashError(f"{folder}: no {MANIFEST}, so it is not complete; run the stage that makes it again")
     manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("digest") != digest({name: value for name, value in manifest.items() if name != "digest"}):
+    if not isinstance(manifest, dict) or manifest.get("digest") != digest(
+        {name: value for name, value in manifest.items() if name != "digest"}
+    ):
         raise DFlashError(f"{path}: its digest does not fit its content; it was edited or damaged")
     if kind is not None and manifest.get("kind") != kind:
         raise DFlashError(f"{path}: holds a {manifest.get('kind')!r}, wanted a {kind!r}")
@@ -151,6 +171,8 @@ def environment() -> dict[str, str]:
             versions[package] = metadata.version(package)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         here = Path(__file__).resolve().parent
-        found = subprocess.run(["git", "-C", str(here), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10, check=True)
+        found = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10, check=True
+        )
         versions["git"] = found.stdout.strip()
     return versions
