@@ -1,0 +1,29 @@
+"""The target model: what is known of it without loading it, and how it is loaded and tapped.
+
+================  ====================================================================================
+``facts.py``      ``facts``: sizes, rotary embedding, special tokens, from config.json and headers
+``weights.py``    names and shapes in the checkpoint; ``load_embedding_and_head``
+``tokens.py``     ``load_tokenizer``; ``resolve_mask_token_id``
+``load.py``       ``load_target``: layers up to the last tap, straight to the device
+``taps.py``       ``Target``: hooks on the tapped layers, ``capture``
+================  ====================================================================================
+"""
+
+from dflash_offline.target.facts import TargetFacts, facts
+from dflash_offline.target.load import load_target
+from dflash_offline.target.taps import Target
+from dflash_offline.target.tokens import load_tokenizer, resolve_mask_token_id
+from dflash_offline.target.weights import find_embedding, is_tied, load_embedding_and_head, stored_tensors
+
+__all__ = [
+    "Target",
+    "TargetFacts",
+    "facts",
+    "find_embedding",
+    "is_tied",
+    "load_embedding_and_head",
+    "load_target",
+    "load_tokenizer",
+    "resolve_mask_token_id",
+    "stored_tensors",
+]

@@ -1,0 +1,87 @@
+"""A loaded target with hooks on the tapped layers.
+
+Tensor legend: B rows, T tokens (padded), K taps, H hidden.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dflash_offline.errors import TargetError
+
+
+class Target:
+    """A text decoder that gives the outputs of chosen layers.
+
+    Attributes:
+        model: the transformers module (without head and later layers unless it was loaded with ``keep_head``).
+        layers: its decoder layers, as far as they were kept.
+        layer_ids: the tapped layers, in the order of the K axis.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, layers: nn.ModuleList, layer_ids: list[int], num_layers: int, device: torch.device, dtype: torch.dtype
+    ):
+        self.model, self.layers, self.layer_ids = model, layers, list(layer_ids)
+        self.num_layers, self.device, self.dtype = num_layers, device, dtype
+        self._caught: dict[int, torch.Tensor] | None = None
+        for layer_id in self.layer_ids:
+            layers[layer_id].register_forward_hook(self._catcher(layer_id))
+
+    def _catcher(self, layer_id: int) -> Callable[..., None]:
+        def catch(module: nn.Module, args: Any, output: Any) -> None:
+            if self._caught is not None:
+                self._caught[layer_id] = output[0] if isinstance(output, (tuple, list)) else output
+
+        return catch
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters and buffers."""
+        tensors = {tensor.data_ptr(): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    @torch.inference_mode()
+    def capture(self, input_ids: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        """Outputs of the tapped layers, ``[B, T, K, H]`` in the target's dtype.
+
+        Rows are padded on the right, so no mask is needed: every mixer of a decoder, attention or recurrent, looks
+        back only, and what follows a row's end is not part of the answer. Rows at or beyond ``lengths`` are undefined.
+
+        Args:
+            input_ids: ``[B, T]`` token ids; what pads them may be any id.
+            lengths: ``[B]``, only checked against T.
+        """
+        assert input_ids.dim() == 2
+        assert lengths is None or int(lengths.max()) <= input_ids.shape[1]
+        return torch.stack(self.taps(input_ids), dim=2)
+
+    @torch.inference_mode()
+    def taps(self, input_ids: torch.Tensor, **arguments: Any) -> list[torch.Tensor]:
+        """The tapped layers' outputs as they leave the layers: K tensors ``[B, T, H]``, without a copy."""
+        self._caught = {}
+        try:
+            self.model(input_ids=input_ids.to(self.device), use_cache=False, **arguments)
+            caught = self._caught
+        finally:
+            self._caught = None
+        if missing := [i for i in self.layer_ids if i not in caught]:
+            raise TargetError(f"layers {missing} of {type(self.model).__name__} did not run, so nothing could be tapped there")
+        return [caught[i] for i in self.layer_ids]
+
+    @torch.inference_mode()
+    def plain_hidden_states(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """transformers' own ``output_hidden_states`` of one row ``[1, T]``: entry i + 1 belongs to layer i."""
+        assert input_ids.shape[0] == 1
+        output = self.model(input_ids=input_ids.to(self.device), use_cache=False, output_hidden_states=True)
+        states = getattr(output, "hidden_states", None)
+        if states is None:
+            raise TargetError(f"{type(self.model).__name__} returns no hidden states, so the taps cannot be checked against them")
+        return tuple(states)
+
+    def compile_layers(self, *, dynamic: bool) -> None:
+        """Compile every layer on its own; layers of one kind share a compilation."""
+        for layer in self.layers:
+            layer.compile(dynamic=dynamic)
