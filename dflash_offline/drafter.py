@@ -1,0 +1,411 @@
+"""The drafter: a Qwen3-style decoder that reads the target's hidden states as context and fills one block at a time.
+
+What is unusual:
+
+- The context (hidden states of K tapped target layers, put through ``fc`` and ``hidden_norm``) is computed once and
+  enters every layer as keys and values only; queries come from the block slots alone.
+- A block is ``[anchor token, mask, mask, ...]`` at positions p, p+1, ...; all its slots are predicted in one pass.
+- Embedding and head are the target's, frozen, and no part of this module: embeddings come in, hidden states go out.
+- The first layer's block input has only N + 1 different rows (N anchor tokens and one mask token), and the last layer's
+  slot 0 feeds nothing but keys and values: training uses both facts (``mask_embedding``, ``trained_slots_only``).
+
+Legend: N blocks, B slots of a block, S = N * B, C context rows, K tapped layers, H hidden size, A query heads,
+G key/value heads, D head width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_offline.attention import Attention, BlockLayout, make_attention
+from dflash_offline.errors import ConfigError, TargetError
+
+Rotation = tuple[Tensor, Tensor]  # cos, sin [rows, 1, D]
+
+# Their angles depend on the length of the sequence in flight, which a slot of a packed micro-batch does not know.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """Everything that fixes a drafter's tensors and its rotation; saved beside the weights as ``shape.json``."""
+
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    max_position_embeddings: int
+    layer_windows: tuple[int | None, ...]  # one a layer; None sees everything
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        assert len(self.layer_windows) == self.num_layers, (self.layer_windows, self.num_layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self) | {"target_layer_ids": list(self.target_layer_ids), "layer_windows": list(self.layer_windows)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "DrafterShape":
+        return cls(**(values | {"target_layer_ids": tuple(values["target_layer_ids"]), "layer_windows": tuple(values["layer_windows"])}))
+
+    @classmethod
+    def from_target(cls, facts: Any, section: Any, target_layer_ids: Sequence[int], mask_token_id: int) -> "DrafterShape":
+        """Sizes of a target layer unless ``section`` (``DrafterConfig``) names others.
+
+        A mixture of experts, heads wider than 128 and odd geometries have no layer worth copying: they get heads of 128,
+        H / 128 of them rounded to a multiple of at most 8 key/value heads, and an MLP of 3 H.
+
+        Raises:
+            ConfigError: sizes of the run file do not go together.
+            TargetError: the target's rotary embedding cannot be carried over.
+        """
+        hidden = facts.hidden_size
+        ordinary = (
+            not facts.is_moe
+            and all((facts.num_attention_heads, facts.num_key_value_heads, facts.head_dim, facts.intermediate_size))
+            and facts.head_dim <= 128
+            and facts.head_dim % 2 == 0
+            and facts.num_attention_heads % facts.num_key_value_heads == 0
+        )
+        if ordinary:
+            heads, kv_heads, head_dim, intermediate = (
+                facts.num_attention_heads,
+                facts.num_key_value_heads,
+                facts.head_dim,
+                facts.intermediate_size,
+            )
+        else:
+            heads = max(1, round(hidden / 128))
+            kv_heads = min(8, heads)
+            heads, head_dim, intermediate = round(heads / kv_heads) * kv_heads, 128, 3 * hidden
+        heads, kv_heads = section.num_attention_heads or heads, section.num_key_value_heads or kv_heads
+        if heads % kv_heads:
+            raise ConfigError(
+                f"run.toml: [drafter]: {heads} query heads are no multiple of {kv_heads} key/value heads; "
+                "set both num_attention_heads and num_key_value_heads (what is left out is the target's)"
+            )
+        windows = [None] * section.layers
+        if section.sliding_window is not None:
+            for layer in range(section.layers) if section.sliding_layers is None else section.sliding_layers:
+                windows[layer] = section.sliding_window
+        return cls(
+            hidden_size=hidden,
+            num_layers=section.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=section.head_dim or head_dim,
+            intermediate_size=section.intermediate_size or intermediate,
+            rms_norm_eps=facts.rms_norm_eps,
+            rope_parameters=rope_of_target(facts.rope_parameters),
+            vocab_size=facts.vocab_size,
+            block_size=section.block_size,
+            mask_token_id=mask_token_id,
+            target_layer_ids=tuple(target_layer_ids),
+            num_target_layers=facts.num_layers,
+            max_position_embeddings=facts.max_position_embeddings,
+            layer_windows=tuple(windows),
+            initializer_range=facts.initializer_range or 0.02,
+        )
+
+
+def rope_of_target(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The target's rotary parameters as the drafter keeps them: base and scaling; the whole head is rotated, always.
+
+    Raises:
+        TargetError: a scaling whose angles depend on the running length.
+    """
+    kept = {
+        name: value for name, value in parameters.items() if name not in ("partial_rotary_factor", "type") and not name.startswith("mrope")
+    }
+    kept["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kept["rope_type"] in LENGTH_DEPENDENT_ROPE:
+        raise TargetError(
+            f"the target's rotary scaling {kept['rope_type']!r} changes with the running length and cannot be trained on packed rows; "
+            "give its config.json a fixed one (default, linear, llama3, yarn)"
+        )
+    return kept
+
+
+def rotary_frequencies(shape: DrafterShape) -> tuple[Tensor, float]:
+    """Inverse frequencies [D / 2] and the factor on cos and sin, as transformers' Qwen3 makes them from the exported config.
+
+    Raises:
+        TargetError: a scaling that transformers does not know.
+    """
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = shape.rope_parameters["rope_type"]
+    if kind == "default":
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        return 1.0 / (shape.rope_parameters["rope_theta"] ** exponents), 1.0
+    if kind not in ROPE_INIT_FUNCTIONS or kind in LENGTH_DEPENDENT_ROPE:
+        raise TargetError(f"rotary scaling {kind!r} is not supported; supported are default, linear, llama3, yarn")
+    config = Qwen3Config(
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings,
+        rope_parameters=dict(shape.rope_parameters),
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+    return frequencies.float(), factor
+
+
+class Linear(nn.Linear):
+    """No bias, and no weights of its own: :meth:`Drafter.initialise` writes all of them."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        return F.rms_norm(states, (states.shape[-1],), self.weight, self.eps)
+
+
+def rotate(states: Tensor, rotation: Rotation) -> Tensor:
+    """Rotary embedding in the half-split layout; states [rows, heads, D]."""
+    cos, sin = rotation
+    low, high = states.chunk(2, -1)
+    return states * cos + torch.cat((-high, low), -1) * sin
+
+
+def spread(rows: Tensor, block_size: int) -> Tensor:
+    """[N + 1, ...] (N anchor rows, then the mask row) -> [N * B, ...]."""
+    anchors, mask = rows[:-1, None], rows[-1:, None]
+    return torch.cat([anchors, mask.expand(anchors.shape[0], block_size - 1, *rows.shape[1:])], dim=1).flatten(0, 1)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, shape: DrafterShape, attention: Attention) -> None:
+        super().__init__()
+        self.shape, self.attention = shape, attention
+        width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        self.q_proj = Linear(shape.hidden_size, width)
+        self.k_proj = Linear(shape.hidden_size, kv_width)
+        self.v_proj = Linear(shape.hidden_size, kv_width)
+        self.o_proj = Linear(width, shape.hidden_size)
+        self.q_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
+
+    def _heads(self, states: Tensor) -> Tensor:
+        return states.unflatten(-1, (-1, self.shape.head_dim))
+
+    def context(self, context: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys and values [C, G, D] of context features [C, H]."""
+        return rotate(self.k_norm(self._heads(self.k_proj(context))), rotation), self._heads(self.v_proj(context))
+
+    def block(self, states: Tensor, rotation: Rotation, *, compact: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [S, A, D], keys and values [S, G, D] of the slots; ``compact``: states holds N + 1 rows to be spread."""
+        query, key = self.q_norm(self._heads(self.q_proj(states))), self.k_norm(self._heads(self.k_proj(states)))
+        value = self._heads(self.v_proj(states))
+        if compact:
+            query, key, value = (spread(rows, self.shape.block_size) for rows in (query, key, value))
+        return rotate(query, rotation), rotate(key, rotation), value
+
+
+class Mlp(nn.Module):
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: DrafterShape, attention: Attention) -> None:
+        super().__init__()
+        self.block_size = shape.block_size
+        self.input_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = SelfAttention(shape, attention)
+        self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = Mlp(shape)
+
+    def forward(
+        self,
+        states: Tensor,
+        context: Tensor,
+        context_rotation: Rotation,
+        slot_rotation: Rotation,
+        plan: Any,
+        compact: bool,
+        drop_first: bool,
+    ) -> Tensor:
+        """states [S, H] (``compact``: [N + 1, H]), context [C, H] -> [S, H] (``drop_first``: [N * (B - 1), H])."""
+        attention = self.self_attn
+        context_key, context_value = attention.context(context, context_rotation)
+        query, key, value = attention.block(self.input_layernorm(states), slot_rotation, compact=compact)
+        attended = attention.attention.attend(query, context_key, context_value, key, value, plan).flatten(1)
+        if compact:
+            states = spread(states, self.block_size)
+        if drop_first:
+            attended, states = (rows.unflatten(0, (-1, self.block_size))[:, 1:].flatten(0, 1) for rows in (attended, states))
+        return self.finish(states, attended)
+
+    def finish(self, states: Tensor, attended: Tensor) -> Tensor:
+        """Everything after attention: output projection, residuals, MLP."""
+        states = states + self.self_attn.o_proj(attended)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+@dataclass
+class DraftCache:
+    """Context keys and values [rows, G, D] of every layer, for one sequence. Block keys are never kept."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    length: int = 0
+
+
+class Drafter(nn.Module):
+    """The trainable part. Parameter names are those of the z-lab format, without a prefix."""
+
+    def __init__(self, shape: DrafterShape, attention: str | Attention = "sdpa") -> None:
+        super().__init__()
+        self.shape = shape
+        self.attention = make_attention(attention) if isinstance(attention, str) else attention
+        self.fc = Linear(len(shape.target_layer_ids) * shape.hidden_size, shape.hidden_size)
+        self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(shape, self.attention) for _ in range(shape.num_layers))
+        self.norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self._frequencies, self._rotation_factor = rotary_frequencies(shape)  # no buffer: .to(bfloat16) must not round it
+        if not self.norm.weight.is_meta:
+            self.initialise(seed=0)
+
+    @torch.no_grad()
+    def initialise(self, *, seed: int) -> None:
+        """Normal weights of ``initializer_range``, norms at one; the same for the same seed and kind of device."""
+        for index, parameter in enumerate(self.parameters()):
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                generator = torch.Generator(parameter.device).manual_seed((seed << 16) + index)
+                parameter.normal_(0.0, self.shape.initializer_range, generator=generator)
+
+    def compile_layers(self) -> None:
+        """Compile each layer on its own: one compilation serves all alike layers, in a tenth of a whole graph's time."""
+        for layer in self.layers:
+            layer.compile(dynamic=False, fullgraph=True)
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """cos and sin [rows, 1, D] of integer positions, rounded to the drafter's precision as transformers does."""
+        if self._frequencies.device != positions.device:
+            self._frequencies = self._frequencies.to(positions.device)
+        angles = positions[:, None].float() * self._frequencies
+        angles = torch.cat((angles, angles), -1)[:, None]
+        dtype = self.norm.weight.dtype
+        return (angles.cos() * self._rotation_factor).to(dtype), (angles.sin() * self._rotation_factor).to(dtype)
+
+    def context_features(self, hidden_states: Tensor) -> Tensor:
+        """[C, K * H] tapped hidden states -> [C, H] context."""
+        return self.hidden_norm(self.fc(hidden_states))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        block_embeddings: Tensor,
+        blocks: BlockLayout,
+        *,
+        mask_embedding: Tensor | None = None,
+        trained_slots_only: bool = False,
+    ) -> Tensor:
+        """Hidden states of the block slots after the final norm, ready for the target's head.
+
+        Args:
+            hidden_states: [C, K * H] tapped layers side by side, in the order of ``target_layer_ids``.
+            block_embeddings: [N, B, H] target embeddings of the slots; or only the anchors' [N, H] with ``mask_embedding``.
+            blocks: where the blocks lie.
+            mask_embedding: [H] embedding of the mask token, standing for slots 1 .. B - 1 (same result, less work).
+            trained_slots_only: leave slot 0, which predicts nothing, out of the result (same numbers, less work).
+
+        Returns:
+            [N, B, H], or [N, B - 1, H] with ``trained_slots_only``.
+        """
+        context = self.context_features(hidden_states)
+        context_rotation, slot_rotation = self.rotation(blocks.context_positions), self.rotation(blocks.slot_positions.flatten())
+        plans = {window: self.attention.plan(blocks, window) for window in dict.fromkeys(self.shape.layer_windows)}
+        compact = mask_embedding is not None
+        states = torch.cat([block_embeddings, mask_embedding[None]]) if compact else block_embeddings.flatten(0, 1)
+        last = len(self.layers) - 1
+        for index, (layer, window) in enumerate(zip(self.layers, self.shape.layer_windows, strict=True)):
+            states = layer(
+                states,
+                context,
+                context_rotation,
+                slot_rotation,
+                plans[window],
+                compact and index == 0,
+                trained_slots_only and index == last,
+            )
+        return self.norm(states).unflatten(0, (blocks.num_blocks, -1))
+
+    def start_cache(self) -> DraftCache:
+        """An empty cache for :meth:`draft`."""
+        weight = self.norm.weight
+        empty = [weight.new_empty(0, self.shape.num_key_value_heads, self.shape.head_dim) for _ in self.layers]
+        return DraftCache(list(empty), list(empty))
+
+    def draft(self, hidden_rows: Tensor, block_embeddings: Tensor, cache: DraftCache, start: int) -> Tensor:
+        """One step of inference for one sequence: take in new context rows, then fill the block at ``start``.
+
+        Args:
+            hidden_rows: [start - cache.length, K * H] hidden states the cache has not seen.
+            block_embeddings: [B, H] embeddings of ``[bonus token, mask, mask, ...]``; any B up to the trained one.
+            cache: extended in place by the new context rows.
+            start: position of slot 0.
+
+        Returns:
+            [B, H] after the final norm.
+        """
+        assert hidden_rows.shape[0] == start - cache.length, (hidden_rows.shape, start, cache.length)
+        size, device = block_embeddings.shape[0], block_embeddings.device
+        positions = torch.arange(cache.length, start + size, device=device)
+        cos, sin = self.rotation(positions)
+        new = hidden_rows.shape[0]
+        context_rotation, slot_rotation = (cos[:new], sin[:new]), (cos[new:], sin[new:])
+        context = self.context_features(hidden_rows)
+        states = block_embeddings
+        for index, (layer, window) in enumerate(zip(self.layers, self.shape.layer_windows, strict=True)):
+            attention = layer.self_attn
+            new_key, new_value = attention.context(context, context_rotation)
+            cache.keys[index] = torch.cat([cache.keys[index], new_key])
+            cache.values[index] = torch.cat([cache.values[index], new_value])
+            query, key, value = attention.block(layer.input_layernorm(states), slot_rotation, compact=False)
+            mask = None
+            if window is not None:
+                behind = torch.arange(start, start + size, device=device)[:, None] - torch.arange(start + size, device=device)
+                mask = (behind >= 0) & (behind < window)
+            keys, values = torch.cat([cache.keys[index], key]), torch.cat([cache.values[index], value])
+            grouped = query.shape[1] != keys.shape[1]
+            attended = F.scaled_dot_product_attention(
+                query.transpose(0, 1)[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], attn_mask=mask, enable_gqa=grouped
+            )
+            states = layer.finish(states, attended[0].transpose(0, 1).flatten(1))
+        cache.length = start
+        return self.norm(states)

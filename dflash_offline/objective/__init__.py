@@ -1,0 +1,29 @@
+"""What the drafter is trained for, and how well it does.
+
+========================  =======================================================================================
+``anchors.py``            which positions of a sequence blocks are anchored at
+``labels.py``             the token each slot must predict and what it weighs; runs of correct slots
+``head.py``               the target's frozen head, in bf16 or fp8
+``loss.py``               cross-entropy (and KL) over the vocabulary in chunks; logits never exist whole
+``kernels.py``            the Triton kernels behind it on a GPU
+========================  =======================================================================================
+"""
+
+from dflash_offline.objective.anchors import anchor_candidates, draw_anchors
+from dflash_offline.objective.head import FrozenHead
+from dflash_offline.objective.labels import Labels, decay, dpace_weights, labels_and_weights, streaks
+from dflash_offline.objective.loss import LossOutput, Objective, block_loss
+
+__all__ = [
+    "FrozenHead",
+    "Labels",
+    "LossOutput",
+    "Objective",
+    "anchor_candidates",
+    "block_loss",
+    "decay",
+    "dpace_weights",
+    "draw_anchors",
+    "labels_and_weights",
+    "streaks",
+]

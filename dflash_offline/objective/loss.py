@@ -1,0 +1,155 @@
+"""The loss over the vocabulary, in chunks of rows; the logits of a micro-batch never exist whole.
+
+At 512 blocks of 16 and a vocabulary of 152k, bf16 logits are 2.5 GB and their float32 softmax twice that. The head is
+frozen, so the only gradient needed is that of its input: it is computed in the forward pass, chunk by chunk, from logits
+that are overwritten by their own gradient. Backward only scales it. Two products in all, nothing recomputed.
+
+Legend: N blocks, B slots of a block, R = rows of a chunk (whole blocks, slots 1 .. B - 1), V vocabulary, H hidden size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_offline.objective.head import FrozenHead
+from dflash_offline.objective.labels import Labels, dpace_weights
+
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 640 << 20}
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Sums over a micro-batch. Normalise by the sum of ``weight_sum`` over the whole optimiser step."""
+
+    loss_sum: Tensor  # [] float32, weighted, differentiable
+    weight_sum: Tensor  # [] float32
+    correct: Tensor  # [N, B] bool: the most likely token is the label; slot 0 False
+    nll: Tensor  # [N, B] float32: cross-entropy, 0 where not supervised
+    probability: Tensor  # [N, B] float32: of the label, 0 where not supervised
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Which loss. ``loss = "ce"``: the weights of the labels; ``"dpace"``: weights from the drafter's own probabilities."""
+
+    loss: str = "ce"
+    dpace_alpha: float = 0.5
+    kl_weight: float = 0.0
+
+
+def block_loss(
+    hidden: Tensor,
+    head: FrozenHead | Tensor,
+    labels: Labels,
+    *,
+    objective: Objective | None = None,
+    teacher_hidden: Tensor | None = None,
+    num_live: int | None = None,
+    chunk_bytes: int | None = None,
+) -> LossOutput:
+    """Weighted loss of the blocks against their labels.
+
+    Args:
+        hidden: [N, B - 1, H] or [N, B, H] (slot 0 is ignored) after the drafter's final norm.
+        head: the target's head, [V, H].
+        labels: of all slots.
+        teacher_hidden: [N, B - 1, H], needed with ``kl_weight``: row k - 1 is the target's normed last hidden state at
+            position p + k - 1, from which it predicts slot k.
+        num_live: only blocks before it carry weight; the others are skipped.
+        chunk_bytes: bytes of the logits that exist at one time.
+
+    Returns:
+        Sums with gradient to ``hidden``. Without any supervised slot: a loss of 0, and gradients of 0.
+    """
+    head = FrozenHead(head) if isinstance(head, Tensor) else head
+    objective = objective or Objective()
+    assert objective.kl_weight == 0 or teacher_hidden is not None, "kl_weight needs teacher_hidden"
+    count, size = labels.tokens.shape
+    hidden = hidden[:, 1:] if hidden.shape[1] == size else hidden
+    live = count if num_live is None else num_live
+    live_labels = Labels(*(getattr(labels, name)[:live, 1:].reshape(-1) for name in ("tokens", "supervised", "weights")))
+    teacher = None if objective.kl_weight == 0 else teacher_hidden[:live].reshape(-1, hidden.shape[-1])
+    rows = hidden[:live].reshape(-1, hidden.shape[-1])
+    budget = chunk_bytes or CHUNK_BYTES[hidden.device.type]
+    chunk = chunk_rows(rows.shape[0], size - 1, head.weight.shape[0] * hidden.element_size(), budget)
+    loss_sum, weight_sum, nll, correct = _LinearCrossEntropy.apply(rows, teacher, head, live_labels, objective, size - 1, chunk)
+
+    def whole(values: Tensor) -> Tensor:
+        out = values.new_zeros(count, size)
+        out[:live, 1:] = values.view(live, size - 1)
+        return out
+
+    nll = torch.where(live_labels.supervised, nll, 0.0)
+    probability = torch.where(live_labels.supervised, torch.exp(-nll), 0.0)
+    return LossOutput(loss_sum, weight_sum, whole(correct), whole(nll), whole(probability))
+
+
+def chunk_rows(rows: int, slots: int, row_bytes: int, budget: int) -> int:
+    """Rows of a chunk: whole blocks, equal chunks, logits within ``budget`` bytes (at least one block)."""
+    blocks = max(1, rows // slots)
+    largest = max(1, budget // (row_bytes * slots))
+    return -(-blocks // -(-blocks // largest)) * slots
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, teacher, head, labels, objective, slots, chunk):
+        gradient = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        total, nll = rows.shape[0], torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
+        correct = torch.empty(total, dtype=torch.bool, device=rows.device)
+        loss_sum, weight_sum = (torch.zeros((), dtype=torch.float32, device=rows.device) for _ in range(2))
+        for start in range(0, total, chunk):
+            here = slice(start, min(start + chunk, total))
+            logits = head.logits(rows[here])
+            tokens, supervised = labels.tokens[here], labels.supervised[here]
+            normaliser, best, nll[here] = softmax_statistics(logits, tokens)
+            correct[here] = best == tokens
+            weights = labels.weights[here]
+            if objective.loss == "dpace":
+                shape = (-1, slots)
+                weights = dpace_weights(torch.exp(-nll[here]).view(shape), supervised.view(shape), objective.dpace_alpha).flatten()
+            teacher_logits = None if teacher is None else teacher[here] @ head.weight.t()
+            loss = logits_to_gradient(logits, normaliser, tokens, nll[here], weights, teacher_logits, objective.kl_weight)
+            loss_sum += loss
+            weight_sum += weights.sum()
+            if gradient is not None:
+                scale = None
+                head.input_gradient(logits, scale, gradient[here])
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(weight_sum, nll, correct)
+        return loss_sum, weight_sum, nll, correct & labels.supervised
+
+    @staticmethod
+    def backward(ctx, grad_loss, *_):
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_loss.to(gradient.dtype), None, None, None, None, None, None
+
+
+def softmax_statistics(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [R, V] -> log-sum-exp [R] float32, most likely token [R], cross-entropy of ``tokens`` [R] float32."""
+    normaliser = torch.logsumexp(logits.float(), -1)
+    return normaliser, logits.argmax(-1), normaliser - logits.gather(1, tokens[:, None])[:, 0].float()
+
+
+def logits_to_gradient(
+    logits: Tensor, normaliser: Tensor, tokens: Tensor, nll: Tensor, weights: Tensor, teacher_logits: Tensor | None, kl_weight: float
+) -> Tensor:
+    """Overwrite logits [R, V] by the gradient of the weighted loss with respect to them; returns the loss.
+
+    Gradient of a row: w (p - (1 - kl) onehot - kl p_teacher); forward KL(teacher || drafter) at temperature 1.
+    """
+    loss = nll
+    if teacher_logits is not None:
+        teacher_log = teacher_logits.float().log_softmax(-1)
+        divergence = (teacher_log.exp() * (teacher_log - (logits.float() - normaliser[:, None]))).sum(-1)
+        loss = (1.0 - kl_weight) * nll + kl_weight * divergence
+    gradient = logits if logits.dtype == torch.float32 else logits.float()
+    gradient.sub_(normaliser[:, None]).exp_()
+    if teacher_logits is not None:
+        gradient.sub_(teacher_log.exp_(), alpha=kl_weight)
+    gradient.scatter_add_(1, tokens[:, None], torch.full_like(normaliser, kl_weight - 1.0)[:, None])
+    gradient.mul_(weights[:, None])
+    if gradient is not logits:
+        logits.copy_(gradient)
+    return (loss * weights).sum()
