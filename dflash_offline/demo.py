@@ -80,7 +80,7 @@ def ensure_converted() -> Path:
         return folder
     source = find_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(folder.name + ".lock"), "w") as lock:
+    with folder.with_name(folder.name + ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -102,9 +102,9 @@ def ensure_converted() -> Path:
                     ) from None
                 raise
             for path in partial.iterdir():
-                with open(path, "rb") as file:
+                with path.open("rb") as file:
                     os.fsync(file.fileno())
-            os.replace(partial, folder)
+            partial.replace(folder)
             fsync_folder(folder.parent)
     return folder
 

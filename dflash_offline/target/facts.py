@@ -10,7 +10,8 @@ from dflash_offline.target.weights import find_embedding, gguf_file, is_tied, st
 
 # What the drafter, a plain decoder, does not implement (its rotation covers the whole head)
 _ROPE_DROPPED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "mrope_layout", "type")
-_LINEAR_ATTENTION_WORDS = ("linear_attention", "mamba", "conv", "recurrent", "ssm", "rwkv", "gated_delta", "short_conv")
+_STATE_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", "ssm", "rwkv", "delta")
+_STATE_SIZES = ("mamba_", "ssm_", "linear_conv_", "conv_kernel", "conv_L_cache", "lru_")
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,7 @@ def _number(config: Any, names: tuple[str, ...], *, folder: Path, default: Any =
         if value is not None:
             return value
     if default is None:
-        raise TargetError(
-            f"{folder}/config.json: none of {', '.join(names)} is there (model type {getattr(config, 'model_type', '?')}); a text decoder needs it"
-        )
+        raise TargetError(f"{folder}/config.json: has none of {', '.join(names)} (model type {getattr(config, 'model_type', '?')})")
     return default
 
 
@@ -100,14 +99,14 @@ def rope_of(config: Any, *, folder: Path) -> dict[str, Any]:
             nested = part.get("rope_parameters") if isinstance(part, dict) else None
             flat, inner = (part or {}).get("rope_theta"), nested.get("rope_theta") if isinstance(nested, dict) else None
             if flat is not None and inner is not None and float(flat) != float(inner):
-                raise TargetError(
-                    f"{raw_path}: rope_theta = {flat} and rope_parameters.rope_theta = {inner} differ; make them equal, so that target and drafter rotate alike"
-                )
+                raise TargetError(f"{raw_path}: rope_theta = {flat} and rope_parameters.rope_theta = {inner} differ; make them equal")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if rope and all(isinstance(value, dict) for value in rope.values()):
         rope = rope.get("full_attention") or next(iter(rope.values()))
     rope = {name: value for name, value in rope.items() if name not in _ROPE_DROPPED and value is not None}
-    rope.setdefault("rope_theta", float(getattr(config, "rope_theta", None) or getattr(config, "default_theta", None) or 10000.0))
+    if "rope_theta" not in rope:
+        base = getattr(config, "rope_theta", None) or getattr(config, "default_theta", None) or 10000.0
+        rope["rope_theta"] = float(base.get("global", 10000.0) if isinstance(base, dict) else base)
     if rope.setdefault("rope_type", "default") in ("mrope", "proportional"):
         rope["rope_type"] = "default"
     return rope
@@ -131,15 +130,15 @@ def _stop_tokens(folder: Path, *configs: Any) -> tuple[int, ...]:
 
 
 def _is_hybrid(config: Any) -> bool:
-    """Whether a layer carries a state over tokens (linear attention, SSM, short convolution)."""
+    """Whether a layer carries a state over tokens (linear attention, SSM, short convolution), by layer kinds or sizes of such layers."""
     kinds: list[str] = []
-    for name in ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern"):
-        value = getattr(config, name, None)
-        kinds.extend(str(item) for item in value if item is not None) if isinstance(value, (list, tuple)) else None
-    words = [str(getattr(config, "model_type", ""))] + kinds
-    return any(
-        mark in word.lower() for word in words for mark in (*_LINEAR_ATTENTION_WORDS, "jamba", "bamba", "nemotron_h", "zamba", "lfm2")
-    )
+    for name in ("layer_types", "layers_block_type", "block_types"):
+        if isinstance(value := getattr(config, name, None), (list, tuple)):
+            kinds.extend(str(item).lower() for item in value)
+    if kinds and any(mark in kind for kind in kinds for mark in _STATE_LAYERS):
+        return True
+    sizes = config.to_dict() if not kinds else {}
+    return any(name.startswith(_STATE_SIZES) and value for name, value in sizes.items())
 
 
 def facts(folder: Path, trust_remote_code: bool = False) -> TargetFacts:
@@ -158,9 +157,7 @@ def facts(folder: Path, trust_remote_code: bool = False) -> TargetFacts:
     if gguf is None:
         shape = stored_tensors(folder)[find_embedding(folder)].shape
         if len(shape) != 2 or shape[1] != hidden:
-            raise TargetError(
-                f"{folder}: the embedding in the weights is {list(shape)}, but config.json says hidden_size = {hidden}; the two do not belong together"
-            )
+            raise TargetError(f"{folder}: the embedding in the weights is {list(shape)}, but hidden_size in config.json is {hidden}")
         rows = shape[0]
     first = lambda *values: next((value for value in values if value is not None), None)  # noqa: E731
     pad = _ids(first(getattr(config, "pad_token_id", None), getattr(text, "pad_token_id", None)))

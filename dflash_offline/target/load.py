@@ -61,6 +61,8 @@ def load_target(
 
     gguf = gguf_file(folder)
     cls, own_config = _class_and_config(folder, config, text, keep_head=keep_head, trust_remote_code=trust_remote_code)
+    if attention == "sdpa" and not getattr(cls, "_supports_sdpa", True):
+        raise TargetError(f'{folder}: {cls.__name__} has no sdpa attention in transformers; set [target] attention = "eager"')
     options: dict[str, Any] = {"config": own_config, "dtype": dtype, "attn_implementation": attention, "local_files_only": True}
     if own_config is not config and gguf is None:
         options["key_mapping"] = _text_keys(folder)
@@ -102,8 +104,8 @@ def _class_and_config(folder: Path, config: Any, text: Any, *, keep_head: bool, 
             if found is not None:
                 return (found[0] if isinstance(found, (list, tuple)) else found), candidate
     raise TargetError(
-        f"{folder}: model type {getattr(config, 'model_type', '?')!r} has no text decoder{' with a head' if keep_head else ''} in the installed transformers; "
-        f"looked for {type(text).__name__} and {type(config).__name__}"
+        f"{folder}: the installed transformers has no text decoder{' with a head' if keep_head else ''} for model type "
+        f"{getattr(config, 'model_type', '?')!r}; looked for {type(text).__name__} and {type(config).__name__}"
     )
 
 
@@ -153,12 +155,14 @@ def _find_layers(module: nn.Module) -> tuple[nn.Module, str] | None:
     return None
 
 
+def _no_layers(cls: type[nn.Module], folder: Path) -> str:
+    return f"{folder}: {cls.__name__} has no list of decoder layers (looked for {', '.join(_LAYER_LISTS)} in it and in its decoder)"
+
+
 def _layers(model: nn.Module, folder: Path) -> nn.ModuleList:
     found = _find_layers(model)
     if found is None:
-        raise TargetError(
-            f"{folder}: {type(model).__name__} has no list of decoder layers (looked for {', '.join(_LAYER_LISTS)} in it and in its decoder)"
-        )
+        raise TargetError(_no_layers(type(model), folder))
     return getattr(*found)
 
 
@@ -173,9 +177,7 @@ def _truncated(cls: type[nn.Module], keep: int, folder: Path) -> type[nn.Module]
         cls.__init__(self, config, *args, **kwargs)
         found = _find_layers(self)
         if found is None:
-            raise TargetError(
-                f"{folder}: {cls.__name__} has no list of decoder layers (looked for {', '.join(_LAYER_LISTS)} in it and in its decoder)"
-            )
+            raise TargetError(_no_layers(cls, folder))
         owner, name = found
         setattr(owner, name, getattr(owner, name)[:keep])
         for norm in _FINAL_NORMS:
@@ -213,8 +215,8 @@ def _from_pretrained(cls: type[nn.Module], folder: Path, options: dict[str, Any]
     missing = sorted(info.get("missing_keys", ())) + sorted(str(key) for key in info.get("mismatched_keys", ()))
     if missing:
         raise TargetError(
-            f"{folder}: the checkpoint lacks {len(missing)} weights that {cls.__name__} needs, for example {missing[0]}; they would be random. "
-            "Copy the model again, or check that config.json belongs to it"
+            f"{folder}: the checkpoint lacks {len(missing)} weights that {cls.__name__} needs ({missing[0]}, ...), which would be random; "
+            "copy the model again, or check that config.json belongs to it"
         )
     return (model if straight or device.type == "cpu" else model.to(device)).eval().requires_grad_(False)
 

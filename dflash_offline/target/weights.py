@@ -56,7 +56,7 @@ def gguf_file(folder: Path) -> Path | None:
 def _header(path: Path) -> dict[str, Any]:
     """Header of a safetensors file: 8 bytes of length, then JSON."""
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > path.stat().st_size:
                 raise ValueError("its header is longer than the file")
@@ -95,7 +95,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             raise TargetError(f"{index}: not a safetensors index; copy the model again") from None
         if missing := sorted(name for name in shards if not (folder / name).is_file()):
             raise TargetError(
-                f"{folder}: the index names {len(shards)} weight files, of which {len(missing)} are missing ({missing[0]}); copy the model again"
+                f"{folder}: {len(missing)} of the {len(shards)} weight files in its index are missing ({missing[0]}); copy the model again"
             )
     found = _read_headers(folder, _stamp(folder))
     if not found:
@@ -181,8 +181,8 @@ def load_embedding_and_head(folder: Path, *, dtype: torch.dtype, device: torch.d
     if head_name is None:
         if not is_tied(folder):
             raise TargetError(
-                f"{folder}: no output head in the weights (looked for names that end in {', '.join(_HEAD_ENDS)}), and config.json does not say "
-                "tie_word_embeddings = true; correct whichever of the two is wrong"
+                f"{folder}: no output head in the weights (looked for names that end in {', '.join(_HEAD_ENDS)}), and config.json "
+                "does not say tie_word_embeddings = true; correct whichever of the two is wrong"
             )
         return embedding, embedding
     head = _read(tensors, head_name, dtype=dtype, device=device)
