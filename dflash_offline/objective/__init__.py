@@ -11,19 +11,18 @@
 
 from dflash_offline.objective.anchors import anchor_candidates, draw_anchors
 from dflash_offline.objective.head import FrozenHead
-from dflash_offline.objective.labels import Labels, decay, dpace_weights, labels_and_weights, streaks
+from dflash_offline.objective.labels import block_labels, decay, dpace_weights, streaks
 from dflash_offline.objective.loss import LossOutput, Objective, block_loss
 
 __all__ = [
     "FrozenHead",
-    "Labels",
     "LossOutput",
     "Objective",
     "anchor_candidates",
+    "block_labels",
     "block_loss",
     "decay",
     "dpace_weights",
     "draw_anchors",
-    "labels_and_weights",
     "streaks",
 ]

@@ -18,14 +18,16 @@ def anchor_candidates(loss_mask: np.ndarray) -> np.ndarray:
     return np.flatnonzero(supervised[:-1] & supervised[1:])
 
 
-def draw_anchors(loss_mask: np.ndarray, num: int, seed: int, epoch: int, sample_id: int) -> np.ndarray:
+def draw_anchors(loss_mask: np.ndarray, num: int, seed: int, epoch: int, sample_id: int | bytes) -> np.ndarray:
     """Up to ``num`` candidates, uniform without replacement, ascending (int64).
 
     They depend on ``(seed, epoch, sample_id)`` alone, so that a run can be replayed and resumed anywhere, on any number
-    of ranks. ``epoch = EVALUATION_EPOCH`` is for evaluation: the same anchors every time.
+    of ranks. ``sample_id``: any number or bytes that name the sequence. ``epoch = EVALUATION_EPOCH`` is for
+    evaluation: the same anchors every time.
     """
     candidates = anchor_candidates(loss_mask)
     if len(candidates) <= num:
         return candidates
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed % 2**64, epoch + 1, sample_id])))
+    name = int.from_bytes(sample_id, "little") if isinstance(sample_id, bytes) else sample_id
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed % 2**64, epoch + 1, name])))
     return np.sort(generator.choice(candidates, num, replace=False, shuffle=False))

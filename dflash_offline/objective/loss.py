@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_offline.objective.head import FrozenHead
-from dflash_offline.objective.labels import Labels, dpace_weights
+from dflash_offline.objective.labels import decay, dpace_weights
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 640 << 20}
 
@@ -31,9 +31,17 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class Objective:
-    """Which loss. ``loss = "ce"``: the weights of the labels; ``"dpace"``: weights from the drafter's own probabilities."""
+    """Which loss.
+
+    Attributes:
+        loss: ``"ce"``: slots weigh exp(-(k - 1) / gamma); ``"dpace"``: by the drafter's own probabilities instead.
+        gamma: decay of ``"ce"``.
+        dpace_alpha: smoothing of ``"dpace"``.
+        kl_weight: share of forward KL(target || drafter) at temperature 1, the rest being cross-entropy.
+    """
 
     loss: str = "ce"
+    gamma: float = 7.0
     dpace_alpha: float = 0.5
     kl_weight: float = 0.0
 
@@ -41,9 +49,10 @@ class Objective:
 def block_loss(
     hidden: Tensor,
     head: FrozenHead | Tensor,
-    labels: Labels,
+    labels: Tensor,
+    supervised: Tensor,
     *,
-    objective: Objective | None = None,
+    objective: Objective,
     teacher_hidden: Tensor | None = None,
     num_live: int | None = None,
     chunk_bytes: int | None = None,
@@ -53,35 +62,36 @@ def block_loss(
     Args:
         hidden: [N, B - 1, H] or [N, B, H] (slot 0 is ignored) after the drafter's final norm.
         head: the target's head, [V, H].
-        labels: of all slots.
-        teacher_hidden: [N, B - 1, H], needed with ``kl_weight``: row k - 1 is the target's normed last hidden state at
-            position p + k - 1, from which it predicts slot k.
-        num_live: only blocks before it carry weight; the others are skipped.
+        labels, supervised: [N, B], as :func:`~dflash_offline.objective.labels.block_labels` gives them.
+        teacher_hidden: [N, B - 1, H], needed with ``kl_weight``: row k - 1 is the target's last hidden state after its
+            final norm at position p + k - 1, from which it predicts slot k.
+        num_live: only blocks before it are looked at; the others are padding.
         chunk_bytes: bytes of the logits that exist at one time.
 
     Returns:
         Sums with gradient to ``hidden``. Without any supervised slot: a loss of 0, and gradients of 0.
     """
     head = FrozenHead(head) if isinstance(head, Tensor) else head
-    objective = objective or Objective()
     assert objective.kl_weight == 0 or teacher_hidden is not None, "kl_weight needs teacher_hidden"
-    count, size = labels.tokens.shape
+    count, size = labels.shape
     hidden = hidden[:, 1:] if hidden.shape[1] == size else hidden
     live = count if num_live is None else num_live
-    live_labels = Labels(*(getattr(labels, name)[:live, 1:].reshape(-1) for name in ("tokens", "supervised", "weights")))
-    teacher = None if objective.kl_weight == 0 else teacher_hidden[:live].reshape(-1, hidden.shape[-1])
     rows = hidden[:live].reshape(-1, hidden.shape[-1])
+    live_labels, live_supervised = labels[:live, 1:].reshape(-1), supervised[:live, 1:].reshape(-1)
+    teacher = None if objective.kl_weight == 0 else teacher_hidden[:live].reshape(-1, hidden.shape[-1])
     budget = chunk_bytes or CHUNK_BYTES[hidden.device.type]
     chunk = chunk_rows(rows.shape[0], size - 1, head.weight.shape[0] * hidden.element_size(), budget)
-    loss_sum, weight_sum, nll, correct = _LinearCrossEntropy.apply(rows, teacher, head, live_labels, objective, size - 1, chunk)
+    loss_sum, weight_sum, nll, correct = _LinearCrossEntropy.apply(
+        rows, teacher, head, live_labels, live_supervised, objective, size - 1, chunk
+    )
 
     def whole(values: Tensor) -> Tensor:
         out = values.new_zeros(count, size)
         out[:live, 1:] = values.view(live, size - 1)
         return out
 
-    nll = torch.where(live_labels.supervised, nll, 0.0)
-    probability = torch.where(live_labels.supervised, torch.exp(-nll), 0.0)
+    probability = torch.where(live_supervised, torch.exp(-nll), 0.0)
+    nll = torch.where(live_supervised, nll, 0.0)
     return LossOutput(loss_sum, weight_sum, whole(correct), whole(nll), whole(probability))
 
 
@@ -93,37 +103,40 @@ def chunk_rows(rows: int, slots: int, row_bytes: int, budget: int) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """rows [R, H] -> loss_sum, weight_sum, nll [R], correct [R]; R is all live rows here."""
+
     @staticmethod
-    def forward(ctx, rows, teacher, head, labels, objective, slots, chunk):
+    def forward(ctx, rows, teacher, head, labels, supervised, objective, slots, chunk):
+        total, device = rows.shape[0], rows.device
         gradient = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        total, nll = rows.shape[0], torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
-        correct = torch.empty(total, dtype=torch.bool, device=rows.device)
-        loss_sum, weight_sum = (torch.zeros((), dtype=torch.float32, device=rows.device) for _ in range(2))
+        nll, correct = torch.empty(total, device=device), torch.empty(total, dtype=torch.bool, device=device)
+        loss_sum, weight_sum = torch.zeros((), device=device), torch.zeros((), device=device)
+        slot_weights = decay(slots + 1, objective.gamma, device)[1:]
         for start in range(0, total, chunk):
             here = slice(start, min(start + chunk, total))
+            tokens, trained = labels[here], supervised[here]
             logits = head.logits(rows[here])
-            tokens, supervised = labels.tokens[here], labels.supervised[here]
             normaliser, best, nll[here] = softmax_statistics(logits, tokens)
-            correct[here] = best == tokens
-            weights = labels.weights[here]
+            correct[here] = (best == tokens) & trained
+            per_block = trained.view(-1, slots)
             if objective.loss == "dpace":
-                shape = (-1, slots)
-                weights = dpace_weights(torch.exp(-nll[here]).view(shape), supervised.view(shape), objective.dpace_alpha).flatten()
+                weights = dpace_weights(torch.exp(-nll[here]).view(-1, slots), per_block, objective.dpace_alpha)
+            else:
+                weights = per_block * slot_weights
+            weights = weights.flatten()
             teacher_logits = None if teacher is None else teacher[here] @ head.weight.t()
-            loss = logits_to_gradient(logits, normaliser, tokens, nll[here], weights, teacher_logits, objective.kl_weight)
-            loss_sum += loss
+            loss_sum += logits_to_gradient(logits, normaliser, tokens, nll[here], weights, teacher_logits, objective.kl_weight)
             weight_sum += weights.sum()
             if gradient is not None:
-                scale = None
-                head.input_gradient(logits, scale, gradient[here])
+                head.input_gradient(logits, None, gradient[here])
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(weight_sum, nll, correct)
-        return loss_sum, weight_sum, nll, correct & labels.supervised
+        return loss_sum, weight_sum, nll, correct
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss.to(gradient.dtype), None, None, None, None, None, None
+        return gradient * grad_loss.to(gradient.dtype), None, None, None, None, None, None, None
 
 
 def softmax_statistics(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
