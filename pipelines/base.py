@@ -1,0 +1,208 @@
+"""The run-file parameter and the base of all tasks.
+
+A task has two significant parameters: ``config``, the run file, and ``key``, worked out from it (``dflash_offline/
+keys.py``): a changed input is another key, hence another task with another output. Nothing else identifies a task.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import luigi
+
+from dflash_offline.config import EMBEDDED, RunConfig
+from dflash_offline.errors import DFlashError, ProcessError
+from dflash_offline.gpus import locked
+from dflash_offline.layout import Layout
+from dflash_offline.processes import Job, run_jobs
+from pipelines.outcome import Outcome
+
+RUN_FILE = "run.toml"
+STOP_GRACE_S = 3.0
+
+
+@functools.lru_cache
+def outcome() -> Outcome:
+    """The outcome of this Luigi run; made by ``pipelines/__init__.py`` before anything forks."""
+    return Outcome()
+
+
+@functools.lru_cache
+def load(path: Path) -> RunConfig:
+    """The run file, read once a process: one command works on one state of it."""
+    return RunConfig.load(path)
+
+
+@functools.lru_cache
+def content_key(path: Path, function: Callable[[RunConfig], str]) -> str:
+    """A key of ``keys.py``, worked out once a process (it reads parts of the target's weights)."""
+    return function(load(path))
+
+
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """End the command with one line where a user can mend the cause, instead of Luigi's traceback."""
+    try:
+        yield
+    except DFlashError as error:
+        raise SystemExit(f"luigi: error: {error}") from None
+
+
+@functools.lru_cache
+def default_run_file(folder: Path) -> Path:
+    """``run.toml`` in the folder, else the embedded demo."""
+    path = folder / RUN_FILE
+    if path.exists():
+        return path
+    print(f"no --config, and no {RUN_FILE} here: running the embedded demo, a small model on the CPU ({EMBEDDED})", flush=True)
+    return EMBEDDED
+
+
+class RunFileParameter(luigi.PathParameter):
+    """Path of a run file, made absolute; a folder stands for its ``run.toml``, or for the embedded demo without one."""
+
+    def normalize(self, x: Any) -> Path:
+        path = Path(x).expanduser().absolute()
+        with one_line():
+            if path.is_dir():
+                path = default_run_file(path)
+            load(path)
+        return path
+
+
+class RunTask(luigi.Task):
+    """One stage of a run: processes that write files, the last of which are the task's output."""
+
+    config = RunFileParameter(
+        default=Path(), description=f"run file; {RUN_FILE} in the current folder, else the embedded demo, when left out"
+    )
+    key = luigi.Parameter(default="", description="content key, worked out from the run file; do not set it")
+
+    stage: ClassVar[str]  # name of the log folder
+    task_key: ClassVar[Callable[[RunConfig], str]]  # what `key` holds
+    grace_s: ClassVar[float] = STOP_GRACE_S
+
+    @classmethod
+    def get_param_values(cls, params: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+        values = dict(super().get_param_values(params, args, kwargs))
+        with one_line():
+            now = content_key(values["config"], cls.task_key)
+        if values["key"] not in ("", now):
+            raise SystemExit(f"luigi: error: {cls.__name__}: its key is {now} now, not {values['key']}; start the command anew")
+        values["key"] = now
+        return list(values.items())
+
+    @property
+    def run_config(self) -> RunConfig:
+        return load(self.config)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.run_config.root_dir)
+
+    def stage_key(self, function: Callable[[RunConfig], str]) -> str:
+        return content_key(self.config, function)
+
+    def jobs(self) -> list[Job]:
+        """The processes of this stage."""
+        raise NotImplementedError
+
+    def job_name(self) -> str:
+        """Name of the task among those of its stage; names its lock file."""
+        return self.stage
+
+    def run(self) -> None:
+        """Run the processes, unless another command has made the output meanwhile; they must leave it complete.
+
+        Raises:
+            ProcessError: a process failed, or ended well and left no output.
+        """
+        logs = self.layout.logs(self.stage)
+        with one_line_process_errors(logs), contextlib.ExitStack() as stack:
+            logs.mkdir(parents=True, exist_ok=True)
+            lock = locked(logs / f"{self.job_name()}.lock", f"another run of {self.task_family}", self.say)
+            descriptor = stack.enter_context(lock)
+            if self.complete():
+                return
+            jobs = self.jobs()
+            run_jobs(
+                jobs,
+                log_dir=logs,
+                say=self.say,
+                grace_s=self.grace_s,
+                inherit=[descriptor],
+                stop_requested=self.stop_requested,
+                on_progress=_Forwarder(self),
+            )
+        if missing := [target.path for target in luigi.task.flatten(self.output()) if not target.exists()]:
+            raise ProcessError(f"{jobs[0].name} ended without an error but left no {missing[0]}; its log is {logs / jobs[0].name}.log")
+
+    def stop_requested(self) -> str | None:
+        """A text once this task must end because of another one."""
+        return None
+
+    def say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(text, flush=True)
+
+    def on_failure(self, exception: BaseException) -> Any:
+        return str(exception) if isinstance(exception, DFlashError) else super().on_failure(exception)
+
+
+@contextlib.contextmanager
+def one_line_process_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ProcessError(f"{folder}: {error.strerror or error}; the run's root must be a folder this user can write to") from error
+
+
+class StoppedError(ProcessError):
+    """This task was stopped because another one failed; that one is reported."""
+
+
+@RunTask.event_handler(luigi.Event.FAILURE)
+def _on_failure(task: RunTask, error: BaseException) -> None:
+    if isinstance(error, DFlashError):
+        text = str(error)
+    elif isinstance(error, SystemExit):
+        text = "stopped"
+    else:
+        text = f"{type(error).__name__}: {error}"
+    kind = "stopped" if isinstance(error, StoppedError | SystemExit) else "failed"
+    outcome().add(kind, task.task_family, text)
+
+
+@RunTask.event_handler(luigi.Event.PROCESS_FAILURE)
+def _on_process_failure(task: RunTask, text: str) -> None:
+    """The task's own process died (killed from outside); called in Luigi's main process."""
+    folder = task.layout.logs(task.stage)
+    outcome().add("failed", task.task_family, f"its task process died ({text}; out of memory?); logs are in {folder}")
+
+
+class _Forwarder:
+    """Sends progress on to Luigi's scheduler from a thread of its own: a call to a dead luigid can block for a minute."""
+
+    def __init__(self, task: RunTask) -> None:
+        self._task = task
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, states: dict[str, dict[str, Any]]) -> None:
+        if luigi.configuration.get_config().getboolean("core", "local_scheduler", False) or "--local-scheduler" in sys.argv:
+            return  # it lives in another process and shows nothing
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._send, args=(states,), daemon=True)
+            self._thread.start()
+
+    def _send(self, states: dict[str, dict[str, Any]]) -> None:
+        with contextlib.suppress(Exception):  # progress is advisory
+            self._task.set_status_message(
+                "\n".join(f"{name}: {state['done']}/{state['total']} {state['text']}" for name, state in states.items())
+            )
+            done = [state["done"] / state["total"] for state in states.values() if state["total"] and state["done"] is not None]
+            if done:
+                self._task.set_progress_percentage(int(100 * sum(done) / len(done)))

@@ -1,0 +1,252 @@
+"""The whole pipeline, top to bottom.
+
+::
+
+    PrepareCorpus          conversations -> token ids, loss masks, buckets; and the plan of what to capture
+      CaptureReplica x N   one target-model process each; together they fill the store, part by part
+        CaptureHiddenStates
+          TrainDrafter     one process per rank, started together
+            ExportDrafter      the drafter as servers load it
+            EvaluateDrafter    draft and verify with the real target
+              WriteReport
+                DFlashAll
+
+A stage's output is the manifest it writes last, never a folder. Keys are in the paths, so a changed setting makes
+another output and an unchanged one is never made again. Models run as ``python -m dflash_offline.STAGE``.
+"""
+
+import socket
+from pathlib import Path
+
+import luigi
+
+from dflash_offline import keys
+from dflash_offline.config import RunConfig
+from dflash_offline.gpus import resolve
+from dflash_offline.manifest import MANIFEST, read_json
+from dflash_offline.processes import Job
+from pipelines.base import RunTask, StoppedError, one_line, outcome
+
+CHECKPOINT_GRACE_S = 120.0
+
+
+def plan_key(config: RunConfig) -> str:
+    """The rows of one corpus in one store."""
+    return f"{keys.capture_key(config)}-{keys.corpus_key(config)}"
+
+
+class PrepareCorpus(RunTask):
+    """Tokenise the conversations, and plan which of them the store still lacks."""
+
+    stage = "corpus"
+    task_key = staticmethod(plan_key)
+
+    def output(self) -> list[luigi.LocalTarget]:
+        corpus, capture = self.stage_key(keys.corpus_key), self.stage_key(keys.capture_key)
+        return [target(self.layout.corpus(corpus) / MANIFEST), target(self.layout.plan(capture, corpus))]
+
+    def jobs(self) -> list[Job]:
+        return [stage_job(self, "corpus", key=self.stage_key(keys.corpus_key))]
+
+
+class CaptureReplica(RunTask):
+    """One target-model process. Replicas share the plan's parts among themselves; each ends when all are committed."""
+
+    stage = "capture"
+    task_key = staticmethod(plan_key)
+    replica = luigi.IntParameter(description="number of this replica, from 0")
+    replicas = luigi.IntParameter(description="replicas in all")
+
+    def requires(self) -> luigi.Task:
+        return PrepareCorpus(config=self.config)
+
+    def output(self) -> list[luigi.LocalTarget]:
+        capture, corpus = self.stage_key(keys.capture_key), self.stage_key(keys.corpus_key)
+        plan = self.layout.plan(capture, corpus)
+        if not plan.exists():
+            return [target(plan)]  # what there is to capture is not known yet
+        content = read_json(plan)
+        parts = [*content["reused"], *(part["name"] for part in content["parts"])]
+        return [target(self.layout.store(capture) / part / MANIFEST) for part in parts]
+
+    def job_name(self) -> str:
+        return f"capture-{self.replica}"
+
+    def jobs(self) -> list[Job]:
+        gpu = capture_gpus(self.run_config)[self.replica]
+        options = ["--replica", str(self.replica), "--replicas", str(self.replicas)]
+        key = self.stage_key(keys.capture_key)
+        return [stage_job(self, "capture", key=key, name=self.job_name(), options=options, gpu=gpu, peers=self.replicas)]
+
+    def stop_requested(self) -> str | None:
+        if reason := outcome().failure(self.task_family):
+            raise StoppedError(f"{self.job_name()} was stopped because {reason}")
+        return None
+
+
+class CaptureHiddenStates(luigi.WrapperTask, RunTask):
+    """Every row of the corpus is in the store."""
+
+    task_key = staticmethod(plan_key)
+
+    def requires(self) -> list[luigi.Task]:
+        with one_line():
+            replicas = len(capture_gpus(self.run_config))
+        return [CaptureReplica(config=self.config, replica=i, replicas=replicas) for i in range(replicas)]
+
+    def run(self) -> None:
+        """Nothing of its own."""
+
+
+class TrainDrafter(RunTask):
+    """Train from the store: one process per rank, together. A rank that dies takes the others with it."""
+
+    stage = "train"
+    task_key = staticmethod(keys.train_key)
+    grace_s = CHECKPOINT_GRACE_S
+
+    def requires(self) -> luigi.Task:
+        return CaptureHiddenStates(config=self.config)
+
+    def output(self) -> luigi.LocalTarget:
+        return target(self.layout.drafter(self.key) / MANIFEST)
+
+    def jobs(self) -> list[Job]:
+        config = self.run_config
+        devices = resolve(config.train.gpus, config.train.ranks, where="[train] gpus")
+        world = {
+            "WORLD_SIZE": str(len(devices)),
+            "LOCAL_WORLD_SIZE": str(len(devices)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        return [
+            stage_job(
+                self,
+                "train",
+                key=self.key,
+                name=f"train-{rank}",
+                gpu=gpu,
+                peers=len(devices),
+                environment={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank, gpu in enumerate(devices)
+        ]
+
+
+class ExportDrafter(RunTask):
+    """Write the drafter in the forms that servers load, and check them."""
+
+    stage = "export"
+    task_key = staticmethod(keys.export_key)
+
+    def requires(self) -> luigi.Task:
+        return TrainDrafter(config=self.config)
+
+    def output(self) -> luigi.LocalTarget:
+        return target(self.layout.export(self.key) / MANIFEST)
+
+    def jobs(self) -> list[Job]:
+        return [stage_job(self, "export", key=self.key)]
+
+
+class EvaluateDrafter(RunTask):
+    """Draft and verify with the real target: acceptance length, speed, and that the text is the target's own."""
+
+    stage = "evaluate"
+    task_key = staticmethod(keys.evaluate_key)
+
+    def requires(self) -> luigi.Task:
+        return TrainDrafter(config=self.config)
+
+    def output(self) -> luigi.LocalTarget:
+        return target(self.layout.evaluation(self.key) / MANIFEST)
+
+    def jobs(self) -> list[Job]:
+        config = self.run_config
+        gpus = config.train.gpus if config.evaluate.gpus is None else config.evaluate.gpus
+        return [stage_job(self, "evaluate", key=self.key, gpu=resolve(gpus, where="[evaluate] gpus")[0])]
+
+
+class WriteReport(RunTask):
+    """One page about the run."""
+
+    stage = "report"
+    task_key = staticmethod(keys.report_key)
+
+    def requires(self) -> list[luigi.Task]:
+        return [ExportDrafter(config=self.config), EvaluateDrafter(config=self.config)]
+
+    def output(self) -> luigi.LocalTarget:
+        return target(self.layout.report(self.key) / MANIFEST)
+
+    def jobs(self) -> list[Job]:
+        return [stage_job(self, "report", key=self.key)]
+
+
+class DFlashAll(luigi.WrapperTask, RunTask):
+    """Everything; the last lines of the command say where the results are."""
+
+    task_key = staticmethod(keys.report_key)
+
+    def requires(self) -> luigi.Task:
+        return WriteReport(config=self.config)
+
+    def run(self) -> None:
+        outcome().add("result", self.task_family, self.results())
+
+    def results(self) -> str:
+        """Where the drafter and the report are, and the acceptance length."""
+        layout, config = self.layout, self.run_config
+        found = read_json(layout.evaluation(self.stage_key(keys.evaluate_key)) / "results.json")
+        export = layout.export(self.stage_key(keys.export_key))
+        lines = [
+            f"drafter: {shown(export / config.export.formats[0])}",
+            f"report: {shown(layout.report(self.key) / 'report.html')}",
+            f"acceptance length: {found['overall']['acceptance_length']:.2f}",
+        ]
+        if (config.train.gpus if config.evaluate.gpus is None else config.evaluate.gpus) == "cpu":
+            lines.append("(on a CPU, drafting shows no speed-up: it is the acceptance length that carries over to a GPU)")
+        return "\n".join(lines)
+
+
+@DFlashAll.event_handler(luigi.Event.DEPENDENCY_PRESENT)
+def _already_complete(task: DFlashAll) -> None:
+    outcome().add("result", task.task_family, f"nothing to do, everything is there\n{task.results()}")
+
+
+def target(path: Path) -> luigi.LocalTarget:
+    return luigi.LocalTarget(str(path))
+
+
+def shown(path: Path) -> str:
+    """A path as a user would type it: relative where it is below the current folder."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def capture_gpus(config: RunConfig) -> list[str | None]:
+    """The GPU of each replica."""
+    return resolve(config.target.gpus, config.target.replicas, where="[target] gpus")
+
+
+def stage_job(
+    task: RunTask,
+    stage: str,
+    *,
+    key: str,
+    name: str | None = None,
+    options: list[str] | None = None,
+    gpu: str | None = None,
+    peers: int = 1,
+    environment: dict[str, str] | None = None,
+) -> Job:
+    """``python -m dflash_offline.STAGE --config FILE --key KEY OPTIONS``."""
+    arguments = ["--config", str(task.config), "--key", key, *(options or [])]
+    return Job(name or stage, f"dflash_offline.{stage}", arguments, gpu=gpu, peers=peers, environment=environment or {})
+
+
+def free_port() -> int:
+    """A TCP port of this host that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,78 @@
+"""The progress file: whole at every moment, throttled, never in the way."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dflash_offline.progress import MIN_INTERVAL_S, Progress, read_progress
+
+
+def test_file_has_the_documented_keys(tmp_path: Path) -> None:
+    before = time.time()
+    progress = Progress(tmp_path / "p.json")
+    progress.update(done=3, total=10, text="parts", tokens_per_s=12.5)
+    state = json.loads((tmp_path / "p.json").read_text())
+    assert state.keys() == {"done", "total", "text", "time", "pid", "numbers"}
+    assert (state["done"], state["total"], state["text"], state["pid"]) == (3, 10, "parts", os.getpid())
+    assert state["numbers"] == {"tokens_per_s": 12.5}
+    assert before <= state["time"] <= time.time()
+
+
+def test_updates_merge_and_zero_is_a_value(tmp_path: Path) -> None:
+    progress = Progress(tmp_path / "p.json")
+    progress.update(done=5, total=10, text="a", loss=1.0, force=True)
+    progress.update(done=0, lr=2.0, force=True)
+    state = read_progress(tmp_path / "p.json")
+    assert state is not None
+    assert (state["done"], state["total"], state["text"], state["numbers"]) == (0, 10, "a", {"loss": 1.0, "lr": 2.0})
+
+
+def test_at_most_twice_a_second_unless_forced(tmp_path: Path) -> None:
+    progress = Progress(tmp_path / "p.json")
+    progress.update(done=1)
+    progress.update(done=2)
+    assert read_progress(tmp_path / "p.json")["done"] == 1  # type: ignore[index]
+    progress.update(done=3, force=True)
+    assert read_progress(tmp_path / "p.json")["done"] == 3  # type: ignore[index]
+    time.sleep(MIN_INTERVAL_S)
+    progress.update(done=4)
+    assert read_progress(tmp_path / "p.json")["done"] == 4  # type: ignore[index]
+
+
+def test_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    progress = Progress(tmp_path / "p.json")
+    progress.flush()
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            progress.update(text="x" * 20000, force=True)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert all(read_progress(tmp_path / "p.json") is not None for _ in range(200))
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_a_folder_that_is_gone_stops_nothing(tmp_path: Path) -> None:
+    Progress(tmp_path / "missing" / "p.json").update(done=1, force=True)
+    Progress(None).update(done=1, force=True)
+    assert read_progress(tmp_path / "missing" / "p.json") is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"done": 1}'])
+def test_what_is_no_progress_file_reads_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "p.json").write_text(content)
+    assert read_progress(tmp_path / "p.json") is None
+
+
+def test_say_prints_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Progress(None).say("Target 0 on cpu... loaded")
+    assert capsys.readouterr().out == "Target 0 on cpu... loaded\n"
