@@ -10,7 +10,7 @@ from dflash_offline.target.weights import find_embedding, gguf_file, is_tied, st
 
 # What the drafter, a plain decoder, does not implement (its rotation covers the whole head)
 _ROPE_DROPPED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "mrope_layout", "type")
-_STATE_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", "ssm", "rwkv", "delta")
+_STATE_LAYERS = ("linear_attention", "hybrid", "mamba", "conv", "recurrent", "ssm", "rwkv", "delta")
 _STATE_SIZES = ("mamba_", "ssm_", "linear_conv_", "conv_kernel", "conv_L_cache", "lru_")
 
 
