@@ -1,0 +1,75 @@
+"""What a codec is: named plain arrays per token and tap, and the way there and back.
+
+T tokens, K taps, k selected taps, H hidden size, W values per token and tap of one encoded array.
+
+An encoded array is tap-major in memory, ``[K, T, W]``, so that a Zarr chunk (64 tokens of one tap) is one contiguous
+piece of it; on disk its shape is ``[T, K, W]``. 16-bit words that are not numbers to torch (``uint16`` on disk) are
+``torch.int16`` in memory, bit for bit.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+_TORCH = {"uint8": torch.uint8, "int8": torch.int8, "uint16": torch.int16}
+
+
+@dataclass(frozen=True)
+class EncodedArray:
+    """One array that a codec writes: ``width`` values of ``dtype`` for each token and tap."""
+
+    name: str
+    dtype: str
+    width: int
+    bulk: bool = True  # large: written Zarr shard by Zarr shard; else collected beside and written when the part is whole
+    zstd: int | None = None  # compression level, None = stored as it is
+    fill_value: int = 0
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one tap, before compression."""
+        return self.width * np.dtype(self.dtype).itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _TORCH[self.dtype]
+
+
+class Codec(ABC):
+    """bf16 ``[T, K, H]`` to plain integer arrays and back.
+
+    ``arrays`` are the arrays per token, ``constants`` those per store (``{name: numpy array [K, ...]}``), ``attributes``
+    the numbers a reader needs. ``encode`` runs where its argument lies, ``decode`` where the encoded arrays lie; a CPU
+    and a GPU give the same bits.
+    """
+
+    name: str
+    arrays: tuple[EncodedArray, ...]
+    constants: dict[str, np.ndarray]
+    attributes: dict[str, Any]
+
+    def __init__(self, num_taps: int, hidden_size: int):
+        self.num_taps, self.hidden_size = num_taps, hidden_size
+        self.constants, self.attributes = {}, {}
+
+    @abstractmethod
+    def encode(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        """``hidden`` bf16 ``[T, K, H]`` -> ``{name: [K, T, W]}``, contiguous, on the same device."""
+
+    @abstractmethod
+    def decode(self, encoded: dict[str, torch.Tensor], taps: Sequence[int] | None = None) -> torch.Tensor:
+        """``{name: [k, T, W]}`` -> bf16 ``[T, k, H]``, contiguous, on the same device.
+
+        Args:
+            taps: positions along K that the k encoded taps are; None = all of them in order.
+        """
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all taps, before any compression."""
+        return self.num_taps * sum(array.token_bytes for array in self.arrays)

@@ -1,0 +1,3 @@
+"""Fused Triton kernels."""
+
+AVAILABLE = False

@@ -1,0 +1,25 @@
+"""The hidden-state store: one Zarr group per committed part, read by sample.
+
+Reading order::
+
+    schema      names, attributes, index; making a store, refusing another's
+    shards      Zarr shard files written and read straight
+    journal     what is safe of a part that is being written
+    writer      PartWriter: resumable, committed whole
+    reader      HiddenStateStore: samples and encoded batches
+"""
+
+from dflash_offline.store.reader import EncodedBatch, HiddenStateStore, StoredSample, committed_hashes
+from dflash_offline.store.schema import check_identity, committed_parts, create_or_open
+from dflash_offline.store.writer import PartWriter
+
+__all__ = [
+    "EncodedBatch",
+    "HiddenStateStore",
+    "PartWriter",
+    "StoredSample",
+    "check_identity",
+    "committed_hashes",
+    "committed_parts",
+    "create_or_open",
+]

@@ -1,0 +1,367 @@
+"""Reads a store: samples by number or by content hash, and encoded batches for training.
+
+T tokens of a sample, K taps, k selected taps, H hidden size.
+
+>>> store = HiddenStateStore("hidden_states.zarr")
+>>> sample = store[7]
+>>> sample.input_ids, sample.loss_mask                # [T]
+>>> sample.hidden_states()                            # bf16 [T, K, H], read now
+>>> sample.hidden_states(layers=[0, 2], tokens=slice(10, 20))   # bf16 [10, 2, H], only those chunks are read
+>>> batch = store.read_encoded([3, 9], layers=[0, 1, 2])        # codes, on the CPU
+>>> batch.decode("cuda")                              # bf16 [T3 + T9, 3 * H]
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from dflash_offline import manifest
+from dflash_offline.codecs import Codec, codec_of_part
+from dflash_offline.errors import DFlashError, StoreDamagedError, StoreError, StoreIdentityError
+from dflash_offline.store import schema
+from dflash_offline.store.shards import ShardedArray, read_small
+
+Verify = Literal["deep", "sizes", "off"]
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """One conversation of the store. ``hidden_states`` reads when called."""
+
+    store: "HiddenStateStore"
+    number: int  # in the store
+    part: str
+    index: int  # in the part
+    sample_id: int  # row in the corpus it was captured from
+    sha256: bytes
+    bucket: int
+    input_ids: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # uint8 [T]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def hidden_states(self, layers: Sequence[int] | None = None, tokens: slice = slice(None)) -> torch.Tensor:
+        """bf16 ``[t, k, H]``; only the chunks that hold them are read.
+
+        Args:
+            layers: positions along K (``store.positions(layer_ids)`` finds them); None = all.
+            tokens: a slice without step.
+        """
+        start, stop, step = tokens.indices(len(self))
+        if step != 1:
+            raise StoreError(f"tokens = {tokens}: a step is not supported; slice the result instead")
+        return self.store.read_tokens(self.number, start, max(start, stop), layers)
+
+    def __getitem__(self, tokens: slice) -> torch.Tensor:
+        """``sample[a:b]`` is ``sample.hidden_states(tokens=slice(a, b))``."""
+        return self.hidden_states(tokens=tokens)
+
+
+@dataclass
+class EncodedBatch:
+    """Encoded rows of some samples, one after another, as they lie on disk."""
+
+    codec: Codec
+    taps: tuple[int, ...]  # positions along K
+    arrays: dict[str, torch.Tensor]  # name -> [k, sum T, W], pinned where CUDA is used
+    offsets: np.ndarray  # int64 [n + 1], edges of the samples along sum T
+    input_ids: np.ndarray  # int32 [sum T]
+    loss_mask: np.ndarray  # uint8 [sum T]
+    num_bytes: int  # read from files
+
+    def decode(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """bf16 ``[sum T, k * H]`` on ``device``: the codes are copied there and decoded there."""
+        encoded = {name: array.to(device, non_blocking=True) for name, array in self.arrays.items()}
+        return self.codec.decode(encoded, self.taps).flatten(1)
+
+
+class _Part:
+    """The tables of one part, read at once, and its arrays, opened when first read."""
+
+    def __init__(self, root: Path, name: str, entry: dict[str, Any], verify: Verify):
+        self.folder, self.name, self.verify = root / name, name, verify
+        try:
+            self.manifest = manifest.read_manifest(self.folder, kind=schema.PART_KIND)
+        except DFlashError as error:
+            raise StoreDamagedError(f"{error} ({name}); `verify` lists what is damaged") from None
+        if verify != "off":
+            if self.manifest["digest"] != entry["manifest"]:
+                raise StoreDamagedError(
+                    f"{self.folder}: not the part that {schema.INDEX} lists (another manifest); it was swapped or edited"
+                )
+            if problems := manifest.damaged_files(self.folder, self.manifest, deep=False):
+                raise StoreDamagedError(f"{self.folder}: {problems[0]}; delete this part's folder and capture again, only it is made anew")
+        self.offsets = read_small(self.folder / "sample_offsets")
+        self.hashes = read_small(self.folder / "sample_hashes")
+        self.sample_ids = read_small(self.folder / "sample_ids")
+        self.buckets = read_small(self.folder / "buckets")
+        if not len(self.offsets) - 1 == len(self.hashes) == len(self.sample_ids) == len(self.buckets) == self.manifest["samples"]:
+            raise StoreDamagedError(f"{self.folder}: its tables differ in length; `verify` lists what is damaged")
+        self._lock, self._verified = Lock(), verify != "deep"
+
+    def check_content(self) -> None:
+        """With ``verify="deep"``: compare every file with its checksum, once, before the first byte is used."""
+        with self._lock:
+            if not self._verified:
+                if problems := manifest.damaged_files(self.folder, self.manifest, deep=True):
+                    raise StoreDamagedError(
+                        f"{self.folder}: {problems[0]}; delete this part's folder and capture again, only it is made anew"
+                    )
+                self._verified = True
+
+    @cached_property
+    def attributes(self) -> dict[str, Any]:
+        return manifest.read_json(self.folder / schema.GROUP_FILE)["attributes"]
+
+    @cached_property
+    def codec(self) -> Codec:
+        return codec_of_part(self.attributes, lambda name: read_small(self.folder / name))
+
+    @cached_property
+    def arrays(self) -> list[ShardedArray]:
+        return [ShardedArray(self.folder / array.name) for array in self.codec.arrays]
+
+    @cached_property
+    def input_ids(self) -> np.ndarray:
+        return read_small(self.folder / "input_ids")
+
+    @cached_property
+    def loss_mask(self) -> np.ndarray:
+        return read_small(self.folder / "loss_mask")
+
+
+class HiddenStateStore:
+    """A store opened for reading: ``len(store)`` samples over all committed parts, in part order.
+
+    Args:
+        path: the ``hidden_states.zarr`` folder.
+        verify: ``"sizes"`` compares manifests and file sizes now, ``"deep"`` also checksums a part's files before their
+            first use, ``"off"`` neither. Chunk checksums are compared on every read in any case.
+        parts: only these parts.
+        threads: read in parallel.
+
+    Raises:
+        StoreError: no store, or a newer format.
+        StoreDamagedError: naming part and file.
+    """
+
+    def __init__(self, path: Path | str, verify: Verify = "sizes", *, parts: Sequence[str] | None = None, threads: int = 1):
+        self.path, self.verify, self.threads = Path(path), verify, threads
+        self.attributes = schema.read_attributes(self.path)
+        self.identity: dict[str, Any] = self.attributes["identity"]
+        entries = schema.read_index(self.path)["parts"]
+        names = sorted(entries if parts is None else parts, key=schema.part_key)
+        names = [name for name in names if (self.path / name).exists() or not self._unfinished(name)]
+        if unknown := [name for name in names if name not in entries]:
+            raise StoreError(f"{self.path}: no part {unknown[0]!r}")
+        if missing := [name for name in names if not (self.path / name).exists()]:
+            raise StoreDamagedError(
+                f"{self.path / missing[0]}: {schema.INDEX} lists this part and its folder is missing; capture again, only it is made anew"
+            )
+        self._parts = [_Part(self.path, name, entries[name], verify) for name in names]
+        expected = manifest.digest(self.identity)
+        for part in self._parts:
+            if part.manifest["key"] != expected:
+                raise StoreIdentityError(f"{part.folder}: was captured with another identity than the store's; move it away")
+        self._edges = np.cumsum([0, *(part.manifest["samples"] for part in self._parts)])
+        self._executor = ThreadPoolExecutor(threads, "store-reader") if threads > 1 else None
+        self._by_hash: dict[bytes, int] | None = None
+
+    def _unfinished(self, name: str) -> bool:
+        return (self.path / f"{name}.partial" / manifest.MANIFEST).exists()  # about to be renamed by its writer
+
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the parts, in order."""
+        return [part.name for part in self._parts]
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """Layer ids along K; with ``store_last_hidden`` the last tap is the last layer's output and has no id here."""
+        return list(self.identity["layer_ids"])
+
+    @property
+    def num_taps(self) -> int:
+        return self._first.manifest["num_taps"]
+
+    @property
+    def hidden_size(self) -> int:
+        return self._first.manifest["hidden_size"]
+
+    @property
+    def codec(self) -> Codec:
+        return self._first.codec
+
+    @property
+    def _first(self) -> _Part:
+        if not self._parts:
+            raise StoreError(f"{self.path}: holds no committed part yet; capture first")
+        return self._parts[0]
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """int64 ``[n]``: tokens of each sample."""
+        return np.concatenate([np.zeros(0, np.int64), *(np.diff(part.offsets) for part in self._parts)])
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """int64 ``[n + 1]``: edges of the samples over the whole store."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    @cached_property
+    def sample_ids(self) -> np.ndarray:
+        """int64 ``[n]``: corpus rows the samples were captured from."""
+        return np.concatenate([np.zeros(0, np.int64), *(part.sample_ids for part in self._parts)])
+
+    @cached_property
+    def buckets(self) -> np.ndarray:
+        """int16 ``[n]``: length buckets."""
+        return np.concatenate([np.zeros(0, np.int16), *(part.buckets for part in self._parts)])
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """uint8 ``[n, 32]``: sha256 of each sample's ids and mask."""
+        return np.concatenate([np.zeros((0, 32), np.uint8), *(part.hashes for part in self._parts)])
+
+    def __len__(self) -> int:
+        return int(self._edges[-1])
+
+    def find(self, sha256: bytes) -> int:
+        """Number of the sample with this content.
+
+        Raises:
+            KeyError: it is not in the store.
+        """
+        if self._by_hash is None:
+            rows = self.hashes
+            self._by_hash = {rows[i].tobytes(): i for i in range(len(rows) - 1, -1, -1)}
+        return self._by_hash[sha256]
+
+    def positions(self, layer_ids: Sequence[int]) -> list[int]:
+        """Positions along K of these layer ids.
+
+        Raises:
+            StoreError: one was not captured.
+        """
+        if missing := [i for i in layer_ids if i not in self.layer_ids]:
+            raise StoreError(f"{self.path}: layer {missing[0]} was not captured; captured are {self.layer_ids}")
+        return [self.layer_ids.index(i) for i in layer_ids]
+
+    def locate(self, number: int) -> tuple[str, int]:
+        """Part and index in it of a sample."""
+        part, index = self._locate(number)
+        return part.name, index
+
+    def _locate(self, number: int) -> tuple[_Part, int]:
+        number = int(number)
+        if number < 0:
+            number += len(self)
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        at = int(np.searchsorted(self._edges, number, "right")) - 1
+        return self._parts[at], number - int(self._edges[at])
+
+    def __getitem__(self, number: int) -> StoredSample:
+        part, index = self._locate(number)
+        rows = slice(int(part.offsets[index]), int(part.offsets[index + 1]))
+        return StoredSample(
+            store=self,
+            number=int(number) % max(1, len(self)),
+            part=part.name,
+            index=index,
+            sample_id=int(part.sample_ids[index]),
+            sha256=part.hashes[index].tobytes(),
+            bucket=int(part.buckets[index]),
+            input_ids=part.input_ids[rows],
+            loss_mask=part.loss_mask[rows],
+        )
+
+    # -- hidden states ---------------------------------------------------------------------------------------------
+
+    def read_tokens(self, number: int, start: int, stop: int, layers: Sequence[int] | None = None) -> torch.Tensor:
+        """bf16 ``[stop - start, k, H]`` of one sample, decoded on the CPU."""
+        part, index = self._locate(number)
+        taps = self._taps(layers)
+        arrays = self._allocate(stop - start, len(taps), pinned=False)
+        first = int(part.offsets[index])
+        self._read(part, first + start, first + stop, taps, [_bytes(array) for array in arrays.values()])
+        return self.codec.decode(arrays, taps)
+
+    def read_encoded(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> EncodedBatch:
+        """Read samples as they are stored, one after another.
+
+        Args:
+            indices: sample numbers.
+            layers: positions along K, in the order wanted; None = all.
+        """
+        taps = self._taps(layers)
+        located = [self._locate(i) for i in indices]
+        lengths = [int(part.offsets[index + 1] - part.offsets[index]) for part, index in located]
+        edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        arrays = self._allocate(int(edges[-1]), len(taps), pinned=torch.cuda.is_available())
+        views = [_bytes(array) for array in arrays.values()]
+
+        def read(i: int) -> int:
+            part, index = located[i]
+            first, last = int(part.offsets[index]), int(part.offsets[index + 1])
+            return self._read(part, first, last, taps, [view[:, edges[i] : edges[i + 1]] for view in views])
+
+        work = map if self._executor is None else self._executor.map
+        num_bytes = sum(work(read, range(len(located))))
+        ids, masks = [], []
+        for part, index in located:
+            rows = slice(int(part.offsets[index]), int(part.offsets[index + 1]))
+            ids.append(part.input_ids[rows])
+            masks.append(part.loss_mask[rows])
+        empty = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)]
+        return EncodedBatch(self.codec, taps, arrays, edges, np.concatenate(ids or empty[0]), np.concatenate(masks or empty[1]), num_bytes)
+
+    def _taps(self, layers: Sequence[int] | None) -> tuple[int, ...]:
+        taps = tuple(range(self.num_taps)) if layers is None else tuple(int(i) for i in layers)
+        if not taps or any(i not in range(self.num_taps) for i in taps):
+            raise StoreError(
+                f"{self.path}: layers = {list(taps)} are positions along the {self.num_taps} captured layers, from 0 to {self.num_taps - 1}"
+            )
+        return taps
+
+    def _allocate(self, tokens: int, num_taps: int, *, pinned: bool) -> dict[str, torch.Tensor]:
+        return {a.name: torch.empty((num_taps, tokens, a.width), dtype=a.torch_dtype, pin_memory=pinned) for a in self.codec.arrays}
+
+    def _read(self, part: _Part, start: int, stop: int, taps: Sequence[int], out: list[np.ndarray]) -> int:
+        part.check_content()
+        return sum(array.read(start, stop, taps, view) for array, view in zip(part.arrays, out, strict=True)) if stop > start else 0
+
+    def close(self) -> None:
+        """Stop the reading threads."""
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    def __enter__(self) -> "HiddenStateStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _bytes(array: torch.Tensor) -> np.ndarray:
+    return array.numpy().view(np.uint8)
+
+
+def committed_hashes(store_path: Path | str) -> dict[bytes, tuple[str, int]]:
+    """Content hash of every stored row -> part and index in it. Reads one small table a part; an absent store has none."""
+    root, found = Path(store_path), {}
+    for name in schema.committed_parts(root):
+        rows = read_small(root / name / "sample_hashes")
+        for i in range(len(rows)):
+            found.setdefault(rows[i].tobytes(), (name, i))
+    return found

@@ -1,0 +1,174 @@
+"""Names, attributes and index of a store; making one and refusing another's.
+
+::
+
+    hidden_states.zarr/
+      zarr.json              group; attributes: format_version, identity
+      index.json             every committed part with the digest of its manifest; digest of itself
+      part-00012/            a committed part, see ``writer``
+      part-00013.partial/    one being written; .part-00013.work/ and .part-00013.lock belong to it
+
+Row ``j`` of a sample's arrays describes token ``j``: its id, its loss-mask bit, its hidden states, with no shift.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash_offline import manifest
+from dflash_offline.errors import DFlashError, StoreDamagedError, StoreError, StoreIdentityError
+
+FORMAT = "dflash_offline hidden states"
+FORMAT_VERSION = 1
+READER_NEEDED = "0.1"  # oldest release that reads this format version
+GROUP_FILE = "zarr.json"
+INDEX = "index.json"
+LOCK = ".lock"
+PART_KIND = "hidden_states_part"
+PART_NAME = re.compile(r"part-\d{5,}")
+
+# arrays of a part beside those of the codec: name, dtype, what they hold
+TOKEN_ARRAYS = {"input_ids": "int32", "loss_mask": "uint8"}
+SAMPLE_ARRAYS = {"sample_offsets": "int64", "sample_ids": "int64", "sample_hashes": "uint8", "buckets": "int16"}
+
+
+def part_key(name: str) -> tuple[int, str]:
+    """Sort key: parts in the order of their numbers."""
+    return len(name), name
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the file ``path`` (made if need be) while its index is read and rewritten."""
+    with open_lock(path) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def open_lock(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def create_or_open(store_path: Path | str, identity: dict[str, Any]) -> None:
+    """Make an empty store with this identity, or check that the one there has it. Safe to call from many processes.
+
+    Raises:
+        StoreIdentityError: it holds something else; the text names the fields.
+        StoreError: the folder is not a store, or cannot be written.
+    """
+    root = Path(store_path)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        foreign = sorted(
+            path.name for path in root.iterdir() if path.name not in (GROUP_FILE, INDEX, LOCK) and not path.name.endswith(".tmp")
+        )
+        if foreign and not (root / GROUP_FILE).exists():
+            raise StoreError(
+                f"{root}: holds {foreign[0]!r} and is not a store; nothing was touched. Name another root, or move those files away"
+            )
+        if not (root / INDEX).exists():
+            with locked(root / LOCK):
+                if not (root / INDEX).exists():
+                    _create(root, identity)
+    except FileExistsError:
+        raise StoreError(f"{root}: is a file, a store needs a folder; name another root") from None
+    except PermissionError as error:
+        raise StoreError(f"{root}: cannot be written ({error.strerror}); check the folder's owner and mode") from None
+    except OSError as error:
+        raise StoreError(f"{root}: cannot be made ({error.strerror})") from None
+    check_identity(root, identity)
+
+
+def _create(root: Path, identity: dict[str, Any]) -> None:
+    attributes = {"format": FORMAT, "format_version": FORMAT_VERSION, "reader_needed": READER_NEEDED, "identity": identity}
+    manifest.write_json(root / GROUP_FILE, {"zarr_format": 3, "node_type": "group", "attributes": attributes})
+    group = root / GROUP_FILE
+    write_index(root, {"group": [group.stat().st_size, manifest.checksum(group)], "parts": {}})
+
+
+def read_attributes(root: Path) -> dict[str, Any]:
+    """Attributes of the store's group.
+
+    Raises:
+        StoreError: there is no store, or a newer one than this release reads.
+    """
+    path = Path(root) / GROUP_FILE
+    if not path.is_file():
+        raise StoreError(f"{root}: no hidden-state store here ({GROUP_FILE} is missing); capture first, or check the path")
+    try:
+        attributes = manifest.read_json(path).get("attributes", {})
+    except (DFlashError, AttributeError):
+        raise StoreDamagedError(f"{path}: not valid; it has been damaged") from None
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror})") from None
+    if not isinstance(attributes, dict) or attributes.get("format") != FORMAT:
+        raise StoreError(
+            f"{root}: a Zarr group, but not a hidden-state store (attribute format is {attributes.get('format')!r}, wanted {FORMAT!r})"
+        )
+    version = attributes.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        needed = attributes.get("reader_needed", "a newer one")
+        raise StoreError(
+            f"{root}: store format version {version}; this release reads up to {FORMAT_VERSION}. Install dflash_offline {needed} or later"
+        )
+    return attributes
+
+
+def check_identity(root: Path, identity: dict[str, Any]) -> None:
+    """Refuse a store that holds another identity.
+
+    Raises:
+        StoreIdentityError: naming each field that differs, what is there and what was wanted.
+    """
+    stored, wanted = read_attributes(root)["identity"], manifest.json.loads(manifest.json.dumps(identity))
+    differing = [name for name in sorted({*stored, *wanted}) if stored.get(name) != wanted.get(name)]
+    if differing:
+        facts = "; ".join(f"{name} is {stored.get(name)!r}, wanted {wanted.get(name)!r}" for name in differing)
+        raise StoreIdentityError(f"{root}: holds other hidden states: {facts}. Use another root, or the settings it was made with")
+
+
+def read_index(root: Path) -> dict[str, Any]:
+    """``{"group": [bytes, checksum], "parts": {name: {"manifest", "samples", "tokens", "bytes"}}}``.
+
+    Raises:
+        StoreDamagedError: it is missing or does not fit its own digest.
+    """
+    path = Path(root) / INDEX
+    read_attributes(root)
+    try:
+        index = manifest.read_json(path)
+    except FileNotFoundError:
+        raise StoreDamagedError(f"{path}: missing, so the store's parts are not known; `verify` says what is there") from None
+    except DFlashError:
+        raise StoreDamagedError(f"{path}: not valid JSON; it has been damaged") from None
+    if not isinstance(index, dict) or index.get("digest") != manifest.digest(
+        {name: value for name, value in index.items() if name != "digest"}
+    ):
+        raise StoreDamagedError(f"{path}: its digest does not fit its content; it was edited or damaged")
+    return index
+
+
+def write_index(root: Path, index: dict[str, Any]) -> None:
+    """Replace the index, its digest made anew. Call with ``locked(root / LOCK)`` held."""
+    content = {name: value for name, value in index.items() if name != "digest"}
+    manifest.write_json(Path(root) / INDEX, {**content, "digest": manifest.digest(content)})
+
+
+def committed_parts(store_path: Path | str) -> list[str]:
+    """Names of the parts that are whole, in order. An absent store has none.
+
+    A part that the index lists and whose folder was removed is not among them: capture makes it again.
+    """
+    root = Path(store_path)
+    if not (root / INDEX).exists():
+        return []
+    return sorted((name for name in read_index(root)["parts"] if (root / name / manifest.MANIFEST).exists()), key=part_key)

@@ -1,0 +1,282 @@
+"""Zarr v3 arrays of one kind, written and read straight: ``[T, K, W]`` in shards of chunks ``[chunk_tokens, 1, W]``.
+
+T tokens, K taps, k selected taps, W values per token and tap, C token chunks of a shard.
+
+The files are ordinary Zarr (``sharding_indexed``, ``bytes``, optionally ``zstd``, ``crc32c``), made by ``zarr`` itself
+as far as metadata goes, and any Zarr reader opens them. Chunk bytes are moved by the few lines here because
+they are the hot path: a shard is written from the buffer that collected it, chunks are read into the (pinned) memory
+that goes to the GPU, threads work outside the interpreter lock, and a sample's chunks, which lie side by side, are one
+read. A shard file is its encoded chunks one after another, then ``C * K`` pairs (offset, bytes) uint64, then crc32c.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import xxhash
+from numcodecs.zstd import Zstd
+
+from dflash_offline.errors import StoreDamagedError
+
+ABSENT = 2**64 - 1
+_READ_BYTES = 4 << 20  # most bytes in one read; the buffer it goes to is kept by the thread
+_scratch = threading.local()
+_WINDOW = 64  # chunks compressed at a time, so that a shard is never held twice
+
+
+def _crc32c(data: Any) -> bytes:
+    return google_crc32c.value(data).to_bytes(4, "little")
+
+
+def _compress(zstd: Zstd | None, chunk: np.ndarray) -> tuple[Any, bytes]:
+    data = chunk if zstd is None else np.frombuffer(zstd.encode(chunk), np.uint8)
+    return data, _crc32c(data)
+
+
+def _encoded(chunks: np.ndarray, level: int | None, executor: Executor | None) -> Iterator[tuple[Any, bytes]]:
+    zstd = None if level is None else Zstd(level)
+    flat = chunks.reshape(-1, chunks.shape[-1])
+    for start in range(0, len(flat), _WINDOW):
+        window = flat[start : start + _WINDOW]
+        work = executor.map if executor is not None and zstd is not None else map
+        yield from work(lambda chunk: _compress(zstd, chunk), window)
+
+
+def write_shard(
+    path: Path, chunks: np.ndarray, *, shard_chunks: int, zstd: int | None, executor: Executor | None = None
+) -> tuple[int, str]:
+    """Write one shard file and make it durable.
+
+    Args:
+        path: the shard's file; its folder is made.
+        chunks: uint8 ``[c, K, chunk_bytes]``, the chunks that exist, in order; c may be below ``shard_chunks`` in the last shard.
+        shard_chunks: C, token chunks of a whole shard.
+        zstd: compression level, or None.
+        executor: compresses chunks in parallel.
+
+    Returns:
+        Size in bytes, xxh3-128 of the bytes written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    index = np.full((shard_chunks, chunks.shape[1], 2), np.uint64(ABSENT), "<u8")
+    filled, hashed, offset = index.reshape(-1, 2), xxhash.xxh3_128(), 0
+    with open(path, "wb", buffering=0) as file:
+
+        def write(data: Any) -> None:
+            view = memoryview(data).cast("B")
+            hashed.update(view)
+            while len(view):  # a raw write may be short
+                view = view[file.write(view) :]
+
+        for i, (data, check) in enumerate(_encoded(chunks, zstd, executor)):
+            write(data)
+            write(check)
+            size = memoryview(data).nbytes + len(check)
+            filled[i] = offset, size
+            offset += size
+        table = index.tobytes()
+        write(table + _crc32c(table))
+        os.fsync(file.fileno())
+    return offset + len(table) + 4, hashed.hexdigest()
+
+
+def array_metadata(
+    shape: Sequence[int],
+    dtype: str,
+    *,
+    chunks: Sequence[int] | None = None,
+    shards: Sequence[int] | None = None,
+    zstd: int | None = None,
+    fill_value: int = 0,
+    attributes: dict[str, Any] | None = None,
+    dimension_names: Sequence[str] | None = None,
+) -> bytes:
+    """``zarr.json`` of an array, as ``zarr`` itself writes it. Without ``chunks`` the array is one chunk."""
+    import zarr
+    from zarr.codecs import Crc32cCodec, ZstdCodec
+
+    memory: dict[str, Any] = {}
+    compressors = [] if zstd is None else [ZstdCodec(level=zstd, checksum=False)]
+    zarr.create_array(
+        zarr.storage.MemoryStore(memory),
+        shape=tuple(shape),
+        dtype=dtype,
+        chunks=tuple(chunks or shape),
+        shards=None if shards is None else tuple(shards),
+        compressors=[*compressors, Crc32cCodec()],
+        fill_value=fill_value,
+        attributes=attributes or {},
+        dimension_names=dimension_names,
+        zarr_format=3,
+    )
+    return memory["zarr.json"].to_bytes()
+
+
+def write_small(folder: Path, array: np.ndarray, dimension_names: Sequence[str]) -> None:
+    """Write a whole one-chunk array with its metadata. Not synced; the commit does that."""
+    path = folder.joinpath("c", *["0"] * array.ndim)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = np.ascontiguousarray(array).tobytes()
+    path.write_bytes(raw + _crc32c(raw))
+    (folder / "zarr.json").write_bytes(array_metadata(array.shape, array.dtype.name, dimension_names=dimension_names))
+
+
+@dataclass(frozen=True)
+class ArrayMeta:
+    """What ``zarr.json`` says of an array, as far as it is one of ours."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    shard: tuple[int, ...]
+    chunk: tuple[int, ...]
+    zstd: bool
+    sharded: bool
+
+
+def read_meta(folder: Path) -> ArrayMeta:
+    """Parse an array's ``zarr.json``.
+
+    Raises:
+        StoreDamagedError: it is missing, or names a codec or layout that this release does not write.
+    """
+    path = folder / "zarr.json"
+    try:
+        raw = json.loads(path.read_bytes())
+        shard = tuple(raw["chunk_grid"]["configuration"]["chunk_shape"])
+        codecs, chunk, sharded = raw["codecs"], shard, False
+        if codecs[0]["name"] == "sharding_indexed":
+            configuration, sharded = codecs[0]["configuration"], True
+            chunk, codecs = tuple(configuration["chunk_shape"]), configuration["codecs"]
+        names = [codec["name"] for codec in codecs]
+        if unknown := [name for name in names if name not in ("bytes", "zstd", "crc32c")]:
+            raise StoreDamagedError(f"{folder}: array {folder.name!r} is stored with codec {unknown[0]!r}; known are bytes, zstd, crc32c")
+        return ArrayMeta(tuple(raw["shape"]), np.dtype(raw["data_type"]).newbyteorder("<"), shard, chunk, "zstd" in names, sharded)
+    except FileNotFoundError:
+        raise StoreDamagedError(f"{folder}: array {folder.name!r} is missing from its part; `verify` says what else is") from None
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise StoreDamagedError(f"{path}: metadata of array {folder.name!r} cannot be read ({error!r}); it has been damaged") from None
+
+
+def read_small(folder: Path) -> np.ndarray:
+    """A one-chunk array, whole, its checksum checked."""
+    meta = read_meta(folder)
+    path = folder.joinpath("c", *["0"] * len(meta.shape))
+    if 0 in meta.shape:
+        return np.zeros(meta.shape, meta.dtype)
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise StoreDamagedError(f"{path}: the chunk of array {folder.name!r} is missing") from None
+    if (
+        meta.sharded
+        or meta.zstd
+        or meta.chunk != meta.shape
+        or len(raw) != int(np.prod(meta.shape)) * meta.dtype.itemsize + 4
+        or _crc32c(raw[:-4]) != raw[-4:]
+    ):
+        raise StoreDamagedError(f"{path}: content of array {folder.name!r} does not fit its checksum; it has been damaged")
+    return np.frombuffer(raw, meta.dtype, int(np.prod(meta.shape))).reshape(meta.shape)
+
+
+class ShardedArray:
+    """Reads token ranges of one ``[T, K, W]`` array. Thread-safe; holds no open file."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.meta = folder, read_meta(folder)
+        if len(self.meta.shape) != 3 or not self.meta.sharded:
+            raise StoreDamagedError(
+                f"{folder}: array {folder.name!r} is not a sharded [tokens, taps, width] array; its metadata has been damaged"
+            )
+        self.chunk_tokens, self.shard_tokens = self.meta.chunk[0], self.meta.shard[0]
+        self.chunk_bytes = self.chunk_tokens * self.meta.shape[2] * self.meta.dtype.itemsize
+        self._indexes: dict[int, np.ndarray] = {}
+
+    def _index(self, shard: int, descriptor: int, path: Path) -> np.ndarray:
+        index = self._indexes.get(shard)
+        if index is None:
+            shape = (self.shard_tokens // self.chunk_tokens, self.meta.shape[1], 2)
+            length = int(np.prod(shape)) * 8 + 4
+            raw = os.pread(descriptor, length, max(0, os.fstat(descriptor).st_size - length))
+            if len(raw) != length or _crc32c(raw[:-4]) != raw[-4:]:
+                raise StoreDamagedError(f"{path}: the shard's chunk index is damaged")
+            index = self._indexes[shard] = np.frombuffer(raw, "<u8", length // 8).reshape(shape)
+        return index
+
+    def read(self, start: int, stop: int, taps: Sequence[int], out: np.ndarray) -> int:
+        """Read tokens ``[start, stop)`` of some taps.
+
+        Args:
+            out: uint8 ``[k, stop - start, W * itemsize]``, each tap's rows contiguous.
+
+        Returns:
+            Bytes read from files.
+
+        Raises:
+            StoreDamagedError: a chunk is missing or fails its checksum; names file, tap and tokens.
+        """
+        total, shard_tokens = 0, self.shard_tokens
+        for shard in range(start // shard_tokens, -(-stop // shard_tokens)):
+            first, last = max(start, shard * shard_tokens), min(stop, (shard + 1) * shard_tokens)
+            total += self._read_shard(shard, first, last, taps, out[:, first - start : last - start])
+        return total
+
+    def _read_shard(self, shard: int, start: int, stop: int, taps: Sequence[int], out: np.ndarray) -> int:
+        path, size = self.folder / "c" / str(shard) / "0" / "0", self.chunk_tokens
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise StoreDamagedError(f"{path}: the file is missing; tokens {start} to {stop} of its part cannot be read") from None
+        try:
+            index, base, total = self._index(shard, descriptor, path), shard * self.shard_tokens, 0
+            wanted = [(c, t) for c in range((start - base) // size, -(-(stop - base) // size)) for t in range(len(taps))]
+            for run in _adjacent(wanted, [tuple(map(int, index[c, taps[t]])) for c, t in wanted]):
+                offset, length = run[0][1], run[-1][1] + run[-1][2] - run[0][1]
+                buffer = _buffer(length)
+                if run[0][1] == ABSENT or os.preadv(descriptor, [buffer], offset) != length:
+                    raise StoreDamagedError(f"{path}: cut short; chunk {run[0][0]} is not there")
+                total += length
+                for (c, t), at, nbytes in run:
+                    chunk = self._decode(buffer[at - offset : at - offset + nbytes], path, base + c * size, taps[t])
+                    first, last = max(start, base + c * size), min(stop, base + (c + 1) * size)
+                    rows = chunk.reshape(size, -1)[first - base - c * size : last - base - c * size]
+                    out[t, first - start : last - start] = rows
+            return total
+        finally:
+            os.close(descriptor)
+
+    def _decode(self, raw: np.ndarray, path: Path, token: int, tap: int) -> np.ndarray:
+        body = raw[:-4]
+        if _crc32c(body) == raw[-4:].tobytes():
+            chunk = np.frombuffer(Zstd().decode(body), np.uint8) if self.meta.zstd else body
+            if len(chunk) == self.chunk_bytes:
+                return chunk
+        raise StoreDamagedError(
+            f"{path}: the chunk at tap {tap}, tokens {token} to {token + self.chunk_tokens} does not fit its checksum; it has been damaged"
+        )
+
+
+def _buffer(length: int) -> np.ndarray:
+    """This thread's scratch memory: fresh memory for every read would cost a page fault each 4 KB."""
+    held = getattr(_scratch, "buffer", None)
+    if held is None or len(held) < length:
+        held = _scratch.buffer = np.empty(max(length, _READ_BYTES), np.uint8)
+    return held[:length]
+
+
+def _adjacent(wanted: Iterable[tuple[int, int]], places: Iterable[tuple[int, int]]) -> Iterator[list[tuple[tuple[int, int], int, int]]]:
+    """Group chunks that lie one after another in the file: each group is one read."""
+    run: list[tuple[tuple[int, int], int, int]] = []
+    for key, (offset, nbytes) in zip(wanted, places, strict=True):
+        if run and (offset != run[-1][1] + run[-1][2] or offset + nbytes - run[0][1] > _READ_BYTES):
+            yield run
+            run = []
+        run.append((key, offset, nbytes))
+    if run:
+        yield run
