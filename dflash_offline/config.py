@@ -232,6 +232,9 @@ class EvaluateConfig(Section):
     max_prompts: PositiveInt = Field(80, description="Most prompts taken from one file.")
     max_new_tokens: PositiveInt = Field(256, description="Most tokens generated for one turn.")
     heldout_rows: PositiveInt = Field(64, description="Most held-out conversations used for tau_replay.")
+    heldout_loop_rows: Annotated[int, Field(ge=0)] = Field(
+        8, description="Held-out answers that the real loop generates as well, to compare its acceptance length with tau_replay; 0 leaves that out."
+    )
     baseline: bool = Field(True, description="Also time the target alone and check that the output is its own greedy output.")
     gpus: Gpus | None = Field(None, description="GPU of the evaluation (the first one is used); that of [train] when left out.")
     dtype: Literal["bfloat16", "float32"] | None = Field(

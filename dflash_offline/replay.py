@@ -17,7 +17,9 @@ import torch
 from dflash_offline.attention import BlockLayout
 from dflash_offline.drafter import Drafter
 
-ANCHORS_PER_PASS = 256  # blocks in one drafter pass; bounds memory, does not change the result
+# Blocks in one drafter pass; does not change the result. Dense attention costs blocks squared, so few at a time on a CPU.
+ANCHORS_PER_PASS = {"cpu": 48}
+ANCHORS_PER_PASS_ELSEWHERE = 256
 
 
 @dataclass
@@ -71,7 +73,7 @@ def streaks(
     anchors: list[int],
     ends: list[int],
     *,
-    anchors_per_pass: int = ANCHORS_PER_PASS,
+    anchors_per_pass: int | None = None,
 ) -> list[int]:
     """Leading slots drafted right, for a block at each anchor.
 
@@ -81,32 +83,30 @@ def streaks(
 
     Args:
         hidden_rows: context states of the whole row; cast to the embedding's device and dtype.
-        anchors, ends: N positions each.
+        anchors, ends: N positions each; anchors rise.
+        anchors_per_pass: blocks in one drafter pass.
     """
     shape, device, dtype = drafter.shape, embedding.device, embedding.dtype
     ids = torch.as_tensor(input_ids).to(device, torch.long)
     context = hidden_rows.to(device, dtype)
+    at_once = anchors_per_pass or ANCHORS_PER_PASS.get(device.type, ANCHORS_PER_PASS_ELSEWHERE)
     counts: list[int] = []
-    for first in range(0, len(anchors), anchors_per_pass):
-        chosen = torch.tensor(anchors[first : first + anchors_per_pass], device=device)
-        limit = torch.tensor(ends[first : first + anchors_per_pass], device=device)
-        num_context = int(chosen.max())  # rows at or after the last anchor are seen by no block of this pass
-        slots = torch.full((len(chosen), shape.block_size), shape.mask_token_id, device=device)
-        slots[:, 0] = ids[chosen]
-        blocks = BlockLayout(
-            context_start=torch.zeros_like(chosen),
-            context_end=chosen,
-            context_positions=torch.arange(num_context, device=device),
-            anchor_positions=chosen,
-        )
-        hidden = drafter(context[:num_context], embedding[slots], blocks)  # [N, B, H]
+    for first in range(0, len(anchors), at_once):
+        positions = np.asarray(anchors[first : first + at_once])
+        length = int(positions[-1]) + 1  # later rows are seen by no block of this pass
+        blocks = BlockLayout.pack([length], [positions], block_size=shape.block_size).to(device)
+        chosen = blocks.anchor_positions
+        limit = torch.tensor(ends[first : first + at_once], device=device)
+        hidden = drafter(
+            context[:length], embedding[ids[chosen]], blocks, mask_embedding=embedding[shape.mask_token_id], trained_slots_only=True
+        )  # [N, B-1, H]
         count = torch.zeros(len(chosen), dtype=torch.long, device=device)
         alive = torch.arange(len(chosen), device=device)
         for slot in range(1, shape.block_size):
             alive = alive[chosen[alive] + slot < limit[alive]]
             if not len(alive):
                 break
-            drafted = (hidden[alive, slot] @ head.T).argmax(-1)
+            drafted = (hidden[alive, slot - 1] @ head.T).argmax(-1)
             alive = alive[drafted == ids[chosen[alive] + slot]]
             count[alive] = slot
         counts.extend(count.tolist())
@@ -122,12 +122,13 @@ def replay(
     loss_mask: torch.Tensor,
     *,
     only_answer: int | None = None,
-    anchors_per_pass: int = ANCHORS_PER_PASS,
+    anchors_per_pass: int | None = None,
 ) -> ReplayResult:
     """Replay the answers of one row, greedily (see the module's docstring).
 
     Args:
-        drafter: in evaluation mode, on the embedding's device, in its dtype.
+        drafter: on the embedding's device, in its dtype. Rows have all lengths, so give one whose attention takes any
+            shape (``sdpa``), not one compiled for fixed shapes.
         embedding, head: the target's frozen [V, H] tables.
         hidden_rows: [T, K*H] stored context states, the drafter's taps in its order.
         input_ids, loss_mask: [T].
