@@ -1,0 +1,383 @@
+"""The supervisor with real processes, and Luigi killed in every way: nothing may be left running.
+
+The kill scenarios run ``python -m luigi`` on two small tasks of the shape of the pipeline's own (replicas in a task
+each, ranks in one task), whose processes do nothing but wait. A few run here; the sweep is marked ``long``.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import write_run_file
+
+from dflash_offline.errors import ProcessError
+from dflash_offline.processes import Job, run_jobs
+
+WAITER = """
+import os, signal, subprocess, sys, time
+from dflash_offline.progress import Progress
+from dflash_offline.stage import attach_lifeline
+attach_lifeline()
+progress = Progress(os.environ["DFLASH_PROGRESS"])
+mode = sys.argv[1]
+print("on", repr(os.environ["CUDA_VISIBLE_DEVICES"]), "rank", os.environ.get("RANK"), flush=True)
+if mode == "ok":
+    progress.update(done=2, total=2, text="steps", force=True)
+    time.sleep(1.2)
+    print("unfinished line", end="")
+elif mode == "error":
+    print("error: no such thing", file=sys.stderr)
+    raise SystemExit(1)
+elif mode == "crash":
+    raise RuntimeError("CUDA out of memory")
+elif mode == "quit":
+    print("last words"); raise SystemExit(7)
+elif mode == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif mode == "loud":
+    for i in range(5000):
+        print("line", i)
+elif mode == "bar":
+    print("10%\\r50%\\r100%", "x" * 1000)
+elif mode == "peer":  # a rank whose peer dies fails a little later
+    time.sleep(0.05)
+    raise RuntimeError("connection closed by peer")
+elif mode in ("wait", "stubborn", "saving"):
+    subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"])
+    def on_term(*_):
+        if mode == "saving":
+            time.sleep(4)  # longer than the grace of other stages
+            print("checkpoint written", flush=True)
+            raise SystemExit(143)
+    if mode != "wait":
+        signal.signal(signal.SIGTERM, on_term)
+    print("waiting", flush=True)
+    end = time.time() + 300
+    while time.time() < end:
+        time.sleep(0.1)
+"""
+
+PIPELINE = """
+import os
+import luigi
+import pipelines
+from dflash_offline.processes import Job
+from pipelines.base import RunTask, StoppedError, outcome
+
+def job(name, mode, **kwargs):
+    return Job(name, "waiter", [mode], **kwargs)
+
+class Replica(RunTask):
+    stage = "replica"
+    task_key = staticmethod(lambda config: "key")
+    replica = luigi.IntParameter()
+
+    def output(self):
+        return luigi.LocalTarget(str(self.layout.root / f"done-{self.replica}"))
+
+    def job_name(self):
+        return f"replica-{self.replica}"
+
+    def jobs(self):
+        return [job(self.job_name(), os.environ.get(f"MODE_{self.replica}", os.environ["MODE"]), peers=2)]
+
+    def stop_requested(self):
+        if reason := outcome().failure(self.task_family):
+            raise StoppedError(reason)
+
+class Replicas(luigi.WrapperTask, RunTask):
+    task_key = staticmethod(lambda config: "key")
+
+    def requires(self):
+        return [Replica(config=self.config, replica=i) for i in range(2)]
+
+    def run(self):
+        pass
+
+class Ranks(RunTask):
+    stage = "ranks"
+    task_key = staticmethod(lambda config: "key")
+    grace_s = 12.0
+
+    def output(self):
+        return luigi.LocalTarget(str(self.layout.root / "done"))
+
+    def jobs(self):
+        return [job(f"rank-{i}", os.environ["MODE"], environment={"RANK": str(i)}) for i in range(2)]
+"""
+
+# ---------------------------------------------------------------- run_jobs
+
+
+@pytest.fixture
+def waiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
+    """``waiter(mode, name="a")``: a job that runs the module above."""
+    (tmp_path / "waiter.py").write_text(WAITER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return lambda mode, name="a", **kwargs: Job(name, "waiter", [mode], **kwargs)
+
+
+def running_below(me: psutil.Process) -> list[psutil.Process]:
+    found = []
+    for process in me.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def test_lines_reach_log_and_terminal(waiter: Callable[..., Job], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    states: list[dict] = []
+    said: list[str] = []
+    run_jobs(
+        [waiter("ok", "a"), waiter("ok", "b", environment={"RANK": "1"})],
+        log_dir=tmp_path / "logs",
+        say=said.append,
+        on_progress=states.append,
+    )
+    out = capfd.readouterr().out.splitlines()
+    assert sorted(out) == ["a: on '' rank None", "a: unfinished line", "b: on '' rank 1", "b: unfinished line"]
+    log = (tmp_path / "logs" / "a.log").read_text()
+    assert log.startswith("=== ") and log.splitlines()[0].endswith("-m waiter ok") and log.endswith("on '' rank None\nunfinished line")
+    assert len(said) == 2 and "started on the CPU, pid" in said[0] and said[0].endswith(str(tmp_path / "logs" / "a.log"))
+    assert states[-1]["b"]["done"] == 2 and states[-1]["b"]["text"] == "steps"
+
+
+def test_a_flood_of_lines_is_bounded_on_the_terminal_only(
+    waiter: Callable[..., Job], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_jobs([waiter("loud")], log_dir=tmp_path, say=lambda text: None)
+    out = capfd.readouterr().out.splitlines()
+    assert len(out) < 1000 and any("lines left out; they are in" in line for line in out)
+    assert out[-1] == "a: line 4999"
+    assert len((tmp_path / "a.log").read_text().splitlines()) == 5002
+
+
+def test_progress_bars_and_long_lines_are_cut(waiter: Callable[..., Job], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_jobs([waiter("bar")], log_dir=tmp_path, say=lambda text: None)
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert last.startswith("a: 100% xxx") and len(last) < 420
+
+
+@pytest.mark.parametrize(
+    ("mode", "cause"),
+    [
+        ("error", "a failed: no such thing"),
+        ("crash", "a failed: RuntimeError: CUDA out of memory"),
+        ("quit", "a failed with exit status 7: last words"),
+        ("kill", "a was killed by signal 9 (out of memory?)"),
+    ],
+)
+def test_failure_names_cause_and_log(waiter: Callable[..., Job], tmp_path: Path, mode: str, cause: str) -> None:
+    with pytest.raises(ProcessError) as caught:
+        run_jobs([waiter(mode)], log_dir=tmp_path, say=lambda text: None)
+    assert str(caught.value) == f"{cause}; its log is {tmp_path / 'a.log'}"
+
+
+def test_an_old_error_in_the_log_is_not_taken_for_this_runs(waiter: Callable[..., Job], tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("error: of last week\n")
+    with pytest.raises(ProcessError, match="exit status 7: last words"):
+        run_jobs([waiter("quit")], log_dir=tmp_path, say=lambda text: None)
+    assert (tmp_path / "a.log").read_text().startswith("error: of last week\n=== ")
+
+
+def test_one_dead_rank_stops_the_others_within_seconds_and_is_the_one_named(waiter: Callable[..., Job], tmp_path: Path) -> None:
+    jobs = [waiter("peer", "rank-0"), waiter("kill", "rank-1"), waiter("stubborn", "rank-2")]
+    begin = time.monotonic()
+    with pytest.raises(ProcessError, match=r"rank-1 was killed by signal 9 \(out of memory\?\)"):
+        run_jobs(jobs, log_dir=tmp_path, say=lambda text: None, grace_s=120)
+    assert time.monotonic() - begin < 6
+    assert running_below(psutil.Process()) == []
+
+
+def test_stop_request_ends_the_jobs_with_its_text(waiter: Callable[..., Job], tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ProcessError, match="because of b"):
+        run_jobs(
+            [waiter("wait")],
+            log_dir=tmp_path,
+            say=lambda text: None,
+            stop_requested=lambda: "because of b" if time.monotonic() - begin > 0.5 else None,
+        )
+    assert running_below(psutil.Process()) == []
+
+
+def test_interrupt_waits_for_a_checkpoint_then_a_second_one_does_not(waiter: Callable[..., Job], tmp_path: Path) -> None:
+    def interrupt(*delays: float) -> float:
+        (tmp_path / "a.log").unlink(missing_ok=True)
+
+        def send() -> None:
+            while not (tmp_path / "a.log").exists() or "waiting" not in (tmp_path / "a.log").read_text():
+                time.sleep(0.05)
+            for delay in delays:
+                time.sleep(delay)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            run_jobs([waiter("saving")], log_dir=tmp_path, say=lambda text: None, grace_s=60)
+        sender.join()
+        assert running_below(psutil.Process()) == []
+        return time.monotonic() - begin
+
+    interrupt(0.0)
+    assert (tmp_path / "a.log").read_text().endswith("checkpoint written\n")
+    interrupt(0.0, 1.0)
+    assert "checkpoint written" not in (tmp_path / "a.log").read_text()
+
+
+# ---------------------------------------------------------------- Luigi killed in every way
+
+Scenario = Callable[["subprocess.Popen[str]", list[psutil.Process], list[psutil.Process]], None]
+
+
+def group(number: signal.Signals) -> Scenario:
+    return lambda luigi, tasks, models: os.killpg(luigi.pid, number)
+
+
+def times(count: int, pause_s: float, send: Scenario) -> Scenario:
+    def repeat(luigi: "subprocess.Popen[str]", tasks: list[psutil.Process], models: list[psutil.Process]) -> None:
+        for _ in range(count):
+            with contextlib.suppress(ProcessLookupError):
+                send(luigi, tasks, models)
+            time.sleep(pause_s)
+
+    return repeat
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "Ctrl-C": group(signal.SIGINT),
+    "Ctrl-C three times": times(3, 0.7, group(signal.SIGINT)),
+    "Ctrl-C three times at once": times(3, 0.15, group(signal.SIGINT)),
+    "SIGTERM to luigi": lambda luigi, tasks, models: luigi.terminate(),
+    "SIGTERM twice to luigi": times(2, 0.1, lambda luigi, tasks, models: luigi.terminate()),
+    "SIGKILL to luigi": lambda luigi, tasks, models: luigi.kill(),
+    "terminal closed": group(signal.SIGHUP),
+    "SIGKILL to the task processes": lambda luigi, tasks, models: [task.kill() for task in tasks][0],
+    "SIGKILL to one task process": lambda luigi, tasks, models: tasks[0].kill(),
+    "SIGKILL to one model process": lambda luigi, tasks, models: models[0].kill(),
+}
+FEW = [
+    ("Replicas", "wait", "SIGKILL to luigi"),
+    ("Replicas", "wait", "SIGTERM to luigi"),
+    ("Replicas", "stubborn", "SIGKILL to one model process"),
+    ("Ranks", "wait", "SIGKILL to the task processes"),
+    ("Ranks", "stubborn", "Ctrl-C three times"),
+]
+SWEEP = [
+    pytest.param(task, mode, scenario, marks=() if (task, mode, scenario) in FEW else pytest.mark.long)
+    for scenario in SCENARIOS
+    for task in ("Replicas", "Ranks")
+    for mode in ("wait", "stubborn")
+]
+
+
+def start_luigi(folder: Path, task: str, **environment: str) -> "subprocess.Popen[str]":
+    (folder / "waiter.py").write_text(WAITER)
+    (folder / "slow_pipeline.py").write_text(PIPELINE)
+    write_run_file(folder, model=folder / "model", files=[folder / "none.jsonl"])
+    return subprocess.Popen(
+        [sys.executable, "-m", "luigi", "--module", "slow_pipeline", task],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # pytest may run where SIGINT or SIGHUP is ignored; a command at a terminal does not
+        preexec_fn=lambda: [signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)],
+    )
+
+
+def wait_for_models(luigi: "subprocess.Popen[str]", folder: Path, count: int) -> None:
+    end = time.monotonic() + 30
+    while time.monotonic() < end and luigi.poll() is None:
+        if sum("waiting" in log.read_text() for log in (folder / "out" / "logs").rglob("*.log")) == count:
+            return
+        time.sleep(0.05)
+    luigi.kill()
+    raise AssertionError(f"the model processes did not start:\n{luigi.communicate()[0]}")
+
+
+@pytest.mark.parametrize(("task", "mode", "scenario"), SWEEP)
+def test_nothing_is_left_running(task: str, mode: str, scenario: str, tmp_path: Path) -> None:
+    luigi = start_luigi(tmp_path, task, MODE=mode)
+    wait_for_models(luigi, tmp_path, 2)
+    below = running_below(psutil.Process(luigi.pid))
+    models = [process for process in below if "waiter" in process.cmdline()]
+    tasks = [process for process in below if "luigi" in process.cmdline()]
+    assert len(models) == 2 and len(tasks) == (2 if task == "Replicas" else 1)
+    SCENARIOS[scenario](luigi, tasks, models)
+    try:
+        gone, alive = psutil.wait_procs(below, timeout=20)  # stubborn ranks get their 12 s of grace
+        alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        assert alive == []
+        output = luigi.communicate(timeout=10)[0]
+        assert luigi.returncode != 0, output
+    finally:
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        luigi.kill()
+        luigi.wait()
+
+
+def test_failed_replica_stops_the_other_and_the_last_line_says_why(tmp_path: Path) -> None:
+    luigi = start_luigi(tmp_path, "Replicas", MODE="wait", MODE_1="kill")
+    output = luigi.communicate(timeout=60)[0]
+    assert luigi.returncode == 30
+    log = tmp_path / "out" / "logs" / "replica" / "replica-1.log"
+    assert output.splitlines()[-1] == f"luigi: error: Replica: replica-1 was killed by signal 9 (out of memory?); its log is {log}"
+    assert "Traceback" not in output
+
+
+def test_process_that_leaves_no_output_is_a_failure(tmp_path: Path) -> None:
+    luigi = start_luigi(tmp_path, "Ranks", MODE="ok")
+    output = luigi.communicate(timeout=60)[0]
+    assert luigi.returncode == 30
+    assert "luigi: error: Ranks: rank-0 ended without an error but left no" in output.splitlines()[-1]
+
+
+def test_checkpoint_is_finished_on_sigterm(tmp_path: Path) -> None:
+    luigi = start_luigi(tmp_path, "Ranks", MODE="saving")
+    wait_for_models(luigi, tmp_path, 2)
+    luigi.terminate()
+    output = luigi.communicate(timeout=60)[0]
+    assert luigi.returncode == 128 + signal.SIGTERM
+    assert "rank-0: checkpoint written" in output and "rank-1: checkpoint written" in output
+    assert "Traceback" not in output
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "nohup.py").write_text(
+        "import runpy, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.argv[:] = sys.argv[1:]; "
+        "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    )
+    (tmp_path / "waiter.py").write_text(WAITER)
+    (tmp_path / "slow_pipeline.py").write_text(PIPELINE)
+    write_run_file(tmp_path, model=tmp_path / "model", files=[tmp_path / "none.jsonl"])
+    luigi = subprocess.Popen(
+        [sys.executable, "nohup.py", "luigi", "--module", "slow_pipeline", "Ranks"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "MODE": "wait"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for_models(luigi, tmp_path, 2)
+    os.killpg(luigi.pid, signal.SIGHUP)
+    time.sleep(1)
+    assert luigi.poll() is None and len(running_below(psutil.Process(luigi.pid))) >= 3
+    luigi.terminate()
+    luigi.communicate(timeout=30)
