@@ -1,0 +1,215 @@
+"""The export of a run (``python -m dflash_offline.export``), of one of its checkpoints, or of any trained weights."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_offline import demo, identity, keys
+from dflash_offline.config import DEMO_MODEL, RunConfig
+from dflash_offline.drafter import DrafterShape
+from dflash_offline.errors import CheckpointError, DFlashError, ExportError
+from dflash_offline.export.card import model_card
+from dflash_offline.export.conformance import Check, check_folder, require
+from dflash_offline.export.formats import Format, TargetInfo
+from dflash_offline.export.reading import check_fits, read_tensors
+from dflash_offline.export.writing import write_folder
+from dflash_offline.layout import Layout
+from dflash_offline.manifest import read_json, read_manifest, write_bytes, write_json, write_manifest
+from dflash_offline.progress import Progress
+from dflash_offline.target import facts
+
+
+def target_info(config: RunConfig, folder: Path) -> TargetInfo:
+    """What the exports say about the run's target."""
+    known = facts(folder, trust_remote_code=config.target.trust_remote_code)
+    eos: int | list[int] | None = list(known.eos_token_ids) or None
+    if eos is not None and len(eos) == 1:
+        eos = eos[0]
+    name = config.export.target_name or (folder.name if config.target.model == DEMO_MODEL else config.target.model)
+    return TargetInfo(name, list(known.architectures), known.bos_token_id, eos, known.pad_token_id)
+
+
+def export_weights(
+    folder: Path,
+    *,
+    form: Format,
+    shape: DrafterShape,
+    tensors: dict[str, torch.Tensor],
+    target: TargetInfo,
+    license_name: str = "other",
+    training: dict[str, Any] | None = None,
+    datasets: dict[str, dict[str, Any]] | None = None,
+) -> list[Check]:
+    """Write one folder: weights, config, model card, ``training.json``; check it.
+
+    Args:
+        training: what the card and ``training.json`` say: ``data``, ``settings``, ``heldout``, ``chat_template_kwargs``.
+        datasets: evaluation results for the card.
+
+    Returns:
+        The conformance checks, all passed.
+
+    Raises:
+        ExportError: the format cannot hold this drafter, or what was written does not conform.
+    """
+    write_folder(folder, form=form, shape=shape, target=target, tensors=tensors)
+    told = training or {}
+    card = model_card(
+        form=form,
+        shape=shape,
+        target=target,
+        license_name=license_name,
+        data=told.get("data"),
+        settings=told.get("settings"),
+        heldout=told.get("heldout"),
+        datasets=datasets,
+    )
+    write_bytes(folder / "README.md", card.encode())
+    if training is not None:
+        write_json(folder / "training.json", training)
+    checks = check_folder(folder, form=form, shape=shape, target=target, source=tensors)
+    require(checks, folder)
+    return checks
+
+
+def load_trained(folder: Path, *, step: int | None = None) -> tuple[DrafterShape, dict[str, torch.Tensor]]:
+    """Shape and weights of a trained drafter (``drafters/KEY``): the final ones, or those of the checkpoint of a step.
+
+    Raises:
+        ExportError: there is no such checkpoint, or it cannot be read.
+    """
+    if step is None:
+        return DrafterShape.from_dict(read_json(folder / "drafter" / "shape.json")), read_tensors(folder / "drafter")
+    from dflash_offline import checkpoint
+
+    found = checkpoint.folder_of(folder / "checkpoints", step)
+    if not found.is_dir():
+        there = ", ".join(str(number) for number in checkpoint.steps(folder / "checkpoints")) or "none"
+        raise ExportError(f"{folder}: no checkpoint of step {step}; there are {there}")
+    try:
+        return checkpoint_weights(found)
+    except (CheckpointError, KeyError) as error:
+        raise ExportError(f"{found}: cannot be exported ({error})") from None
+
+
+def checkpoint_weights(folder: Path) -> tuple[DrafterShape, dict[str, torch.Tensor]]:
+    """Weights out of a checkpoint: the average where there is one, else the masters. Flat float32 in module order."""
+    from safetensors.torch import load_file
+
+    from dflash_offline import checkpoint
+    from dflash_offline.drafter import Drafter
+
+    read_manifest(folder, kind=checkpoint.KIND)
+    shape = DrafterShape.from_dict(read_json(folder / checkpoint.STATE)["shape"])
+    flat = load_file(folder / checkpoint.TENSORS)
+    values = flat.get("ema", flat.get("master"))
+    if values is None:
+        raise ExportError(f"{folder}: holds {sorted(flat)}, but no weights called ema or master")
+    with torch.device("meta"):
+        parameters = dict(Drafter(shape).named_parameters())
+    tensors, offset = {}, 0
+    for name, parameter in parameters.items():
+        tensors[name] = values[offset : offset + parameter.numel()].view(parameter.shape)
+        offset += parameter.numel()
+    if offset != values.numel():
+        raise ExportError(f"{folder}: holds {values.numel():,} weights, its shape asks for {offset:,}")
+    return shape, tensors
+
+
+def export(config: RunConfig, key: str, progress: Progress, *, step: int | None = None, folder: Path | None = None) -> list[Path]:
+    """Export the run's drafter in every format of ``[export] formats``.
+
+    Args:
+        step: export this checkpoint and not the final weights; needs ``folder``.
+        folder: where to, in place of the run's own place for exports (which is committed by a manifest).
+
+    Returns:
+        The folders written.
+    """
+    layout = Layout(config.root_dir)
+    trained = layout.drafter(keys.train_key(config))
+    out = folder or layout.export(key)
+    assert step is None or folder is not None, "a checkpoint never goes where the final export belongs"
+    manifest = read_manifest(trained, kind="drafter") if step is None else {}
+    target_folder = demo.ensure_converted() if config.target.model == DEMO_MODEL else identity.target_folder(config)
+    shape, tensors = load_trained(trained, step=step)
+    known = facts(target_folder, trust_remote_code=config.target.trust_remote_code)
+    check_fits(shape, where=str(trained), hidden_size=known.hidden_size, vocab_size=known.vocab_size, num_layers=known.num_layers)
+    target, training, datasets = target_info(config, target_folder), _training(config, manifest, step), _evaluation(config, layout)
+    report: dict[str, list[dict[str, Any]]] = {}
+    written = []
+    for form in config.export.formats:
+        checks = export_weights(
+            out / form,
+            form=form,
+            shape=shape,
+            tensors=tensors,
+            target=target,
+            license_name=config.export.license,
+            training=training,
+            datasets=datasets if step is None else None,
+        )
+        report[form] = [check.__dict__ for check in checks]
+        written.append(out / form)
+        progress.say(f"Exported {out / form}: {len(checks)} of {len(checks)} conformance checks passed")
+    write_json(out / "conformance.json", report)
+    if folder is None:
+        write_manifest(out, kind="export", key=key, formats=list(config.export.formats), shape=shape.to_dict(), conformance=report)
+    return written
+
+
+def _training(config: RunConfig, manifest: dict[str, Any], step: int | None) -> dict[str, Any]:
+    """What the folder tells about its training."""
+    train, drafter = config.train, config.drafter
+    told: dict[str, Any] = {
+        "settings": {
+            "layers": drafter.layers,
+            "block size": drafter.block_size,
+            "anchors a conversation": train.anchors,
+            "epochs": train.epochs,
+            "loss": train.loss,
+            "peak learning rate": train.lr,
+            "schedule": train.schedule,
+            "seed": train.seed,
+            "store codec": config.store.codec,
+        },
+        "chat_template_kwargs": config.corpus.chat_template_kwargs,
+    }
+    if step is not None:
+        told["settings"]["checkpoint of step"] = step
+    told["settings"] |= {name: manifest[name] for name in ("steps", "tokens", "seconds") if isinstance(manifest.get(name), (int, float))}
+    corpus = Layout(config.root_dir).corpus(keys.corpus_key(config))
+    try:
+        counts = read_manifest(corpus, kind="corpus").get("counts", {})
+    except DFlashError:
+        counts = {}
+    told["data"] = {
+        "files": ", ".join(sorted({Path(name).name for name in config.corpus.files})),
+        **{name: value for name, value in counts.items() if isinstance(value, (int, float))},
+        "chat template options": json.dumps(config.corpus.chat_template_kwargs),
+    }
+    heldout = manifest.get("heldout") or (manifest.get("metrics") or {}).get("heldout") or {}
+    told["heldout"] = {name: value for name, value in heldout.items() if isinstance(value, (int, float))}
+    return told
+
+
+def _evaluation(config: RunConfig, layout: Layout) -> dict[str, dict[str, Any]] | None:
+    """Results of the draft-and-verify loop, if it ran before the export."""
+    try:
+        folder = layout.evaluation(keys.evaluate_key(config))
+        read_manifest(folder, kind="evaluation")
+        return read_json(folder / "results.json")["datasets"]
+    except (DFlashError, OSError, KeyError):
+        return None
+
+
+def main(argv: list[str] | None = None) -> None:
+    from dflash_offline.stage import run_stage
+
+    def body(config: RunConfig, arguments: argparse.Namespace, progress: Progress) -> None:
+        export(config, arguments.key, progress)
+
+    run_stage("export", body, argv, key=keys.export_key)
