@@ -215,6 +215,7 @@ class TrainConfig(Section):
     checkpoint_minutes: Annotated[float, Field(gt=0)] = Field(10.0, description="Minutes between checkpoints at the most.")
     keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept; older ones are deleted.")
     evaluate_every: PositiveInt = Field(500, description="Steps between evaluations on the held-out conversations.")
+    heldout_rows: PositiveInt = Field(64, description="Most held-out conversations used in one of those evaluations.")
     log_every: PositiveInt = Field(10, description="Steps between status lines.")
     min_tokens_per_s: Annotated[float, Field(ge=0)] = Field(
         0.0, description="Stop when training is slower than this after warm-up; 0 never stops."

@@ -33,6 +33,7 @@ NOT_IN_TRAIN_KEY = {
     "checkpoint_minutes",
     "keep_checkpoints",
     "evaluate_every",
+    "heldout_rows",
     "log_every",
     "min_tokens_per_s",
 }

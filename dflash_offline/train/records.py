@@ -1,6 +1,8 @@
 """What a training run tells: the status line, ``metrics.jsonl``, TensorBoard, the throughput watch.
 
-``[14m] step=8 loss=9.81 acc=0.031 streak=0.12 tau=1.12 lr=6.0e-05 noise=0.0003 | read=412MB/s wait=1% train=23.5Ktok/s | epoch~0.01 ETA=1.3h``
+::
+
+    [14m] step=8 loss=9.81 acc=0.031 streak=0.12 tau=1.12 lr=6.0e-05 noise=0.0003 | read=412MB/s wait=1% train=23.5Ktok/s | epoch~0.01 ETA=1.3h
 
 ``loss``, ``acc``, ``streak`` are of that one step, over all ranks (``acc``: right among all trained slots; ``streak``:
 leading right slots of a block; ``tau = streak + 1``). ``read``, ``wait`` and ``train`` are over the time since the line
@@ -67,8 +69,9 @@ class Records:
 
         self.path = folder / METRICS
         folder.mkdir(parents=True, exist_ok=True)
-        write_bytes(self.path, "".join(json.dumps(row) + "\n" for row in read_metrics(self.path) if row["step"] <= after).encode(), durable=False)
-        self._file = open(self.path, "a", encoding="utf-8")
+        kept = [json.dumps(row) + "\n" for row in read_metrics(self.path) if row["step"] <= after]
+        write_bytes(self.path, "".join(kept).encode(), durable=False)
+        self._file = self.path.open("a", encoding="utf-8")  # noqa: SIM115
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -126,6 +129,13 @@ class ThroughputWatch:
         self._recent: dict[Any, deque[tuple[float, dict[str, float]]]] = {}
         self._best: dict[Any, float] = {}
         self._said: set[Any] = set()
+        self._all: deque[tuple[int, float]] = deque(maxlen=WATCHED)
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second over the last steps of any shape; None while there are too few."""
+        seconds = sum(each for _, each in self._all)
+        return sum(tokens for tokens, _ in self._all) / seconds if len(self._all) == WATCHED and seconds > 0 else None
 
     def step(self, shape: Any, *, tokens: int, seconds: Mapping[str, float]) -> str | None:
         """Note one step; returns a warning to print, once each time a shape falls below half its best rate.
@@ -138,6 +148,7 @@ class ThroughputWatch:
         total = sum(seconds.values())
         if self._seen[shape] <= self._skip or total <= 0:
             return None
+        self._all.append((tokens, total))
         recent = self._recent.setdefault(shape, deque(maxlen=WATCHED))
         recent.append((tokens / total, dict(seconds)))
         if len(recent) < WATCHED:

@@ -1,0 +1,179 @@
+"""Micro-batches: rows packed one after the other on the context axis, their anchors' blocks beside them.
+
+Anchors and noise of a row are drawn from (seed, epoch, the row's content hash): not from the micro-batch it happens to
+be in, nor from any state, so that a run can be replayed and resumed anywhere and on any number of ranks.
+
+Legend: C packed context rows (padded to the bucket's shape), N blocks (padded as well), B slots of a block, T tokens,
+k tapped layers that the drafter reads, H hidden size.
+"""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_offline.attention import BlockLayout
+from dflash_offline.config import TrainConfig
+from dflash_offline.corpus import Corpus
+from dflash_offline.dataset.order import BatchShape
+from dflash_offline.objective import Labels, draw_anchors, labels_and_weights
+from dflash_offline.store import HiddenStateStore
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one micro-batch is made of.
+
+    Attributes:
+        step, number: which micro-batch of which step.
+        epoch: anchors and noise are drawn from it.
+        rows: corpus rows.
+        anchors: positions to use instead of drawn ones, one sorted array a row (evaluation).
+    """
+
+    step: int
+    number: int
+    epoch: int
+    rows: Sequence[int] | np.ndarray
+    shape: BatchShape
+    anchors: list[np.ndarray] | None = None
+
+
+@dataclass
+class MicroBatch:
+    """One micro-batch on the host, its hidden states still encoded.
+
+    Attributes:
+        spans: ``[start, end)`` of each row on the context axis.
+        blocks: where the blocks lie; padded to the shape.
+        anchor_tokens: int64 [N], the token in slot 0 of each block.
+        labels: what each slot has to predict, all [N, B].
+        noise_seeds: one a row.
+        read_s: time that reading and packing took.
+    """
+
+    job: Job
+    spans: list[tuple[int, int]]
+    blocks: BlockLayout
+    anchor_tokens: Tensor
+    labels: Labels
+    noise_seeds: list[int]
+    encoded: Any
+    read_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Context tokens, padding not counted."""
+        return self.spans[-1][1] if self.spans else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the encoded hidden states: what prefetching is bounded in."""
+        return int(self.encoded.nbytes)
+
+
+@dataclass
+class DeviceBatch:
+    """A micro-batch where it is trained on. ``hidden_states`` [C, k * H], zero in padding rows."""
+
+    hidden_states: Tensor
+    blocks: BlockLayout
+    anchor_tokens: Tensor
+    labels: Labels
+
+
+class BatchLoader:
+    """Makes micro-batches out of corpus and store. Safe to use from one thread at a time.
+
+    Args:
+        stored: index in the store of each corpus row (``order.stored_indices``).
+        taps: positions along the store's layers that the drafter reads, in its order.
+        gamma: decay of the slot weights.
+        pin: page-locked host memory, for copies that overlap with a GPU's work.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        store: HiddenStateStore,
+        stored: np.ndarray,
+        train: TrainConfig,
+        *,
+        taps: list[int],
+        block_size: int,
+        gamma: float,
+        pin: bool,
+    ) -> None:
+        self.corpus, self.store, self.stored, self.train = corpus, store, stored, train
+        self.taps, self.block_size, self.gamma, self.pin = taps, block_size, gamma, pin
+
+    def load(self, job: Job) -> MicroBatch:
+        """Read, draw and pack one micro-batch."""
+        began = time.perf_counter()
+        rows = [self.corpus.row(int(row)) for row in job.rows]
+        anchors = job.anchors
+        if anchors is None:
+            most = min(self.train.anchors, self.train.slots_per_batch // self.block_size)
+            anchors = [draw_anchors(row.loss_mask, most, self.train.seed, job.epoch, sample_number(row.sha256)) for row in rows]
+        lengths = [len(row.input_ids) for row in rows]
+        blocks = BlockLayout.pack(lengths, anchors, block_size=self.block_size, num_context=job.shape.context, num_blocks=job.shape.blocks)
+        input_ids = torch.from_numpy(np.concatenate([row.input_ids for row in rows]).astype(np.int64))
+        loss_mask = torch.from_numpy(np.concatenate([row.loss_mask for row in rows]))
+        labels = labels_and_weights(input_ids, loss_mask, blocks, gamma=self.gamma)
+        anchor_tokens = torch.zeros(job.shape.blocks, dtype=torch.int64)
+        anchor_tokens[: blocks.num_live] = input_ids[blocks.context_end[: blocks.num_live]]
+        if self.pin:
+            anchor_tokens, blocks = anchor_tokens.pin_memory(), blocks.pin()
+            labels = Labels(labels.tokens.pin_memory(), labels.supervised.pin_memory(), labels.weights.pin_memory())
+        ends = np.cumsum(lengths).tolist()
+        spans = list(zip([0, *ends[:-1]], ends, strict=True))
+        seeds = [noise_seed(self.train.seed, job.epoch, row.sha256) for row in rows]
+        encoded = self.store.read_encoded(self.stored[np.asarray(job.rows, dtype=np.int64)].tolist(), self.taps)
+        return MicroBatch(job, spans, blocks, anchor_tokens, labels, seeds, encoded, time.perf_counter() - began)
+
+
+def sample_number(sample_id: bytes) -> int:
+    """A row's content hash as the number that its anchors are drawn from."""
+    return int.from_bytes(sample_id[:8], "little")
+
+
+def noise_seed(seed: int, epoch: int, sample_id: bytes) -> int:
+    """Seed of a row's noise in one epoch, 63 bits."""
+    digest = hashlib.blake2b(f"noise/{seed}/{epoch}/".encode() + sample_id, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def to_device(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype, num_taps: int, noise: float = 0.0) -> DeviceBatch:
+    """Decode a micro-batch on the training device, pad it to its shape and add noise.
+
+    Args:
+        dtype: of the hidden states.
+        num_taps: k.
+        noise: uniform in +-noise times the root mean square of each token's tapped state.
+    """
+    shape, num_tokens = batch.job.shape, batch.num_tokens
+    decoded = batch.encoded.decode(device)  # bf16 [T, k * H]
+    hidden = torch.zeros(shape.context, decoded.shape[1], dtype=dtype, device=device)
+    hidden[:num_tokens] = decoded
+    if noise > 0:
+        add_noise(hidden, batch.spans, batch.noise_seeds, amount=noise, num_taps=num_taps)
+    tokens, supervised, weights = (
+        array.to(device, non_blocking=True) for array in (batch.labels.tokens, batch.labels.supervised, batch.labels.weights)
+    )
+    anchor_tokens, blocks = batch.anchor_tokens.to(device, non_blocking=True), batch.blocks.to(device, non_blocking=True)
+    return DeviceBatch(hidden, blocks, anchor_tokens, Labels(tokens, supervised, weights))
+
+
+def add_noise(hidden: Tensor, spans: Sequence[tuple[int, int]], seeds: Sequence[int], *, amount: float, num_taps: int) -> None:
+    """Add uniform noise to packed hidden states [C, k * H], in place: +-amount x RMS of each token's state in each tap."""
+    generator = torch.Generator(hidden.device)
+    for (start, end), seed in zip(spans, seeds, strict=True):
+        states = hidden[start:end].unflatten(-1, (num_taps, -1))  # [T, k, H]
+        scale = amount * states.float().square().mean(-1, keepdim=True).sqrt()
+        drawn = torch.empty(states.shape, dtype=torch.float32, device=hidden.device)
+        states += (drawn.uniform_(-1.0, 1.0, generator=generator.manual_seed(seed)) * scale).to(hidden.dtype)

@@ -1,0 +1,167 @@
+"""Which rows are trained on, and the steps they make up: all of it a function of the run file and the corpus.
+
+A step is known by its number alone, so a resumed run needs no position and no state: it asks for the next number.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_offline.buckets import epoch_order
+from dflash_offline.config import TrainConfig
+from dflash_offline.corpus import Corpus
+from dflash_offline.errors import TrainError
+from dflash_offline.store import HiddenStateStore
+
+_CONTEXT_MULTIPLE = 128  # context tokens of a shape are rounded up to this (a tile of the attention kernel)
+_BLOCKS_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The padded size of every micro-batch of one bucket: C context tokens and N blocks."""
+
+    bucket: int
+    context: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"bucket {self.bucket} ({self.context} context tokens, {self.blocks} blocks)"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step.
+
+    Attributes:
+        number: from 0.
+        epoch: from 0; anchors and noise are drawn from it.
+        position: epochs done when the step starts, a fraction.
+        micro_batches: row numbers of each, all of one bucket; rank r of R takes numbers r, r + R, r + 2R ...
+    """
+
+    number: int
+    epoch: int
+    position: float
+    bucket: int
+    micro_batches: list[np.ndarray]
+
+
+def stored_indices(corpus: Corpus, store: HiddenStateStore) -> np.ndarray:
+    """Where each corpus row lies in the store: int64 [rows].
+
+    Raises:
+        TrainError: rows are missing; the text says how many are there.
+    """
+    found = np.full(len(corpus), -1, dtype=np.int64)
+    for row in range(len(corpus)):
+        try:
+            found[row] = store.find(corpus.hashes[row].tobytes())
+        except KeyError:
+            continue
+    captured = int((found >= 0).sum())
+    if captured < len(corpus):
+        raise TrainError(f"{store.path}: capture incomplete, {captured}/{len(corpus)} rows; run the capture stage to its end first")
+    return found
+
+
+def count_candidates(corpus: Corpus, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Usable anchors of each row, positions p with ``loss_mask[p] and loss_mask[p + 1]``: int64 [rows]."""
+    counts = np.zeros(len(rows), dtype=np.int64)
+    for i, row in enumerate(rows):
+        mask = corpus.row(int(row)).loss_mask != 0
+        counts[i] = np.count_nonzero(mask[:-1] & mask[1:])
+    return counts
+
+
+class TrainingOrder:
+    """The steps of a whole run.
+
+    Args:
+        corpus: its rows that are not held out are trained on, each once an epoch.
+        train: the run file's section.
+        block_size: slots of a block.
+
+    Raises:
+        TrainError: there is no row to train on, or one row alone is over a budget.
+    """
+
+    def __init__(self, corpus: Corpus, train: TrainConfig, *, block_size: int) -> None:
+        self.train, self.block_size = train, block_size
+        self.rows = np.flatnonzero(~np.asarray(corpus.heldout))
+        if not len(self.rows):
+            raise TrainError(f"{corpus.folder}: no conversation is left to train on ({len(corpus)} in all, all of them held out)")
+        self.max_blocks = train.slots_per_batch // block_size
+        self._lengths = np.asarray(corpus.lengths)[self.rows].astype(np.int64)
+        self._buckets = np.asarray(corpus.buckets)[self.rows]
+        self._blocks = np.minimum(count_candidates(corpus, self.rows), min(train.anchors, self.max_blocks))
+        self._cached: tuple[int, list[list[np.ndarray]]] | None = None
+        self._ends: list[int] = []  # steps done at the end of each epoch
+        self.shapes: dict[int, BatchShape] = {}
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Go through all epochs once: how many steps each has, and the largest micro-batch of each bucket."""
+        largest: dict[int, tuple[int, int]] = {}
+        whole, total = int(np.ceil(self.train.epochs)), 0
+        for epoch in range(whole):
+            order = self._epoch(epoch)
+            count = len(order)
+            if epoch == whole - 1 and self.train.epochs < whole:
+                count = max(1, round(count * (self.train.epochs - epoch)))
+            if self.train.max_steps is not None:
+                count = min(count, self.train.max_steps - total)
+            for micro_batches in order[:count]:
+                for rows in micro_batches:
+                    bucket = int(self._buckets[rows[0]])
+                    context, blocks = largest.get(bucket, (0, 0))
+                    largest[bucket] = (max(context, int(self._lengths[rows].sum())), max(blocks, int(self._blocks[rows].sum())))
+            total += count
+            self._ends.append(total)
+            if total == self.train.max_steps:
+                break
+        for bucket, (context, blocks) in sorted(largest.items()):
+            self.shapes[bucket] = BatchShape(bucket, _round_up(context, _CONTEXT_MULTIPLE), _round_up(max(1, blocks), _BLOCKS_MULTIPLE))
+
+    def _epoch(self, epoch: int) -> list[list[np.ndarray]]:
+        if self._cached is None or self._cached[0] != epoch:
+            try:
+                order = epoch_order(
+                    self._lengths,
+                    self._blocks * self.block_size,
+                    self._buckets,
+                    tokens_per_batch=self.train.tokens_per_batch,
+                    slots_per_batch=self.train.slots_per_batch,
+                    micro_batches_per_step=self.train.micro_batches_per_step,
+                    seed=self.train.seed,
+                    epoch=epoch,
+                )
+            except ValueError as error:
+                raise TrainError(f"[train]: {error}") from None
+            self._cached = (epoch, order)
+        return self._cached[1]
+
+    @property
+    def total_steps(self) -> int:
+        """Optimiser steps of the run."""
+        return self._ends[-1]
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs begun."""
+        return len(self._ends)
+
+    def step(self, number: int) -> Step:
+        """Step ``number``, from 0."""
+        assert 0 <= number < self.total_steps, number
+        epoch = bisect_right(self._ends, number)
+        within = number - (self._ends[epoch - 1] if epoch else 0)
+        order = self._epoch(epoch)
+        micro_batches = [self.rows[rows] for rows in order[within]]
+        return Step(number, epoch, epoch + within / len(order), int(self._buckets[order[within][0][0]]), micro_batches)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

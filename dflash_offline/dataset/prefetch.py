@@ -1,0 +1,103 @@
+"""Reading ahead in a background thread, bounded in bytes.
+
+Only reading, drawing of anchors and packing happen in the thread; nothing that compiles, and nothing on a GPU.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+PREFETCH_BYTES = 1 << 30
+
+
+class Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Job = TypeVar("Job")
+Item = TypeVar("Item", bound=Sized)
+
+
+class Prefetcher(Generic[Job, Item]):
+    """Loads jobs in order, ahead of their use. Use as a context manager.
+
+    Args:
+        jobs: what to load, in order; taken from one by one in the thread.
+        load: makes one item; runs in the thread.
+        max_bytes: bound on what is loaded and not yet taken. One item is always loaded, however large.
+
+    Attributes:
+        waited_s: time that ``take`` spent waiting since the last ``reset``.
+    """
+
+    def __init__(self, jobs: Iterable[Job], load: Callable[[Job], Item], *, max_bytes: int = PREFETCH_BYTES) -> None:
+        self._jobs, self._load, self._max_bytes = iter(jobs), load, max_bytes
+        self._ready: deque[Item] = deque()
+        self._held_bytes = 0
+        self._done = self._closed = False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self.waited_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for job in self._jobs:
+                item = self._load(job)
+                with self._changed:
+                    self._changed.wait_for(lambda size=item.nbytes: self._closed or not self._ready or self._held_bytes + size <= self._max_bytes)
+                    if self._closed:
+                        return
+                    self._ready.append(item)
+                    self._held_bytes += item.nbytes
+                    self._changed.notify_all()
+        except BaseException as error:  # handed to the thread that takes; a reader that died must not look like the end
+            self._error = error
+        finally:
+            with self._changed:
+                self._done = True
+                self._changed.notify_all()
+
+    def take(self) -> Item:
+        """The next item; waits for it.
+
+        Raises:
+            StopIteration: there are no more jobs.
+            BaseException: whatever ``load`` raised, once the items before it are taken.
+        """
+        started = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._done)
+            self.waited_s += time.perf_counter() - started
+            if self._ready:
+                item = self._ready.popleft()
+                self._held_bytes -= item.nbytes
+                self._changed.notify_all()
+                return item
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes loaded and not yet taken."""
+        return self._held_bytes
+
+    def close(self) -> None:
+        """Stop loading and drop what is loaded; an item being loaded is finished first."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._held_bytes = 0
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> "Prefetcher[Job, Item]":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,55 @@
+"""Drafter training: ``python -m dflash_offline.train --config FILE --key KEY``, one process per rank.
+
+===================  =========================================================================================
+``setup.py``         what a rank trains with: data, drafter, frozen tables, optimiser
+``ranks.py``         the other ranks: joining, comparing, gradient sums in a fixed order
+``loop.py``          the training loop; ``Trainer.train_step`` is one optimiser step
+``heldout.py``       evaluation on held-out conversations, ``tau_replay``
+``records.py``       status line, ``metrics.jsonl``, TensorBoard, throughput watch
+``diagnosis.py``     what to say when a step diverged
+``output.py``        the trained drafter and the manifest
+===================  =========================================================================================
+
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment place a process among its ranks; without
+them it is the only one. Rank 0 writes all files. Weights, optimiser and gradients lie flat in one fixed layout
+(``optimizer.py``), checkpoints are in ``checkpoint.py``, batches in ``dataset``.
+"""
+
+import argparse
+
+from dflash_offline.config import RunConfig
+from dflash_offline.progress import Progress
+
+
+def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) -> None:
+    """Train the drafter of a run file, from its newest checkpoint if there is one: the body of the stage.
+
+    Raises:
+        TrainError: see ``setup.prepare`` and ``Trainer.run``.
+    """
+    from dflash_offline.train import output
+    from dflash_offline.train.loop import Trainer
+    from dflash_offline.train.ranks import Ranks
+    from dflash_offline.train.setup import choose_device, prepare
+
+    ranks = Ranks.from_environment()
+    device = choose_device(config, ranks)
+    progress.update(text="opening corpus and store", force=True)
+    setup = prepare(config, arguments.key, ranks, device)
+    progress.update(text="waiting for the other ranks", force=True)
+    ranks.join(device)
+    try:
+        ranks.compare(setup.facts)
+        trainer = Trainer(setup, ranks, progress)
+        trainer.resume()
+        if ranks.first:
+            progress.say(
+                f"training {setup.weights.numel / 1e6:.1f}M parameters on {len(setup.order.rows)} conversations, {setup.order.total_steps} steps, "
+                f"{ranks.size} rank{'s' if ranks.size > 1 else ''} on {device.type}, attention {setup.machine['attention']}"
+            )
+        trainer.run()
+        if ranks.first:
+            output.write(setup, ranks)
+            progress.say(f"drafter written to {setup.folder / 'drafter'}")
+    finally:
+        ranks.leave()

@@ -1,0 +1,152 @@
+"""What a rank trains with: data, drafter, frozen tables of the target, weights and optimiser. Nothing is joined yet."""
+
+import hashlib
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_offline import demo, identity, keys
+from dflash_offline.config import DEMO_MODEL, RunConfig
+from dflash_offline.corpus import Corpus
+from dflash_offline.dataset import BatchLoader, TrainingOrder, stored_indices
+from dflash_offline.drafter import Drafter, DrafterShape
+from dflash_offline.errors import TrainError
+from dflash_offline.layout import Layout
+from dflash_offline.manifest import digest
+from dflash_offline.objective import FrozenHead, Objective
+from dflash_offline.optimizer import AdamW, Weights
+from dflash_offline.store import HiddenStateStore
+from dflash_offline.target import facts, load_embedding_and_head, resolve_mask_token_id
+from dflash_offline.train.ranks import Ranks
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass
+class Setup:
+    """Everything that one rank trains with.
+
+    Attributes:
+        embedding: the target's [V, H], frozen.
+        head: the target's, frozen.
+        facts: what all ranks must agree on, and a resumed run with the one before it.
+        machine: versions and device; a change on resume is said, not refused.
+    """
+
+    config: RunConfig
+    key: str
+    folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    corpus: Corpus
+    order: TrainingOrder
+    loader: BatchLoader
+    shape: DrafterShape
+    drafter: Drafter
+    embedding: torch.Tensor
+    head: FrozenHead
+    objective: Objective
+    weights: Weights
+    optimizer: AdamW
+    facts: dict[str, Any]
+    machine: dict[str, Any]
+
+
+def choose_device(config: RunConfig, ranks: Ranks) -> torch.device:
+    """This rank's device: the GPU of its LOCAL_RANK among the visible ones (the supervisor shows each rank one), or the CPU.
+
+    On a CPU the cores are shared out among the ranks, unless OMP_NUM_THREADS says otherwise.
+
+    Raises:
+        TrainError: the run file asks for GPUs and none is visible.
+    """
+    if config.train.gpus == "cpu":
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.size))
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise TrainError(f'[train] gpus = {config.train.gpus}, but this process sees no GPU; set gpus = "cpu" to train without one')
+    local = int(os.environ.get("LOCAL_RANK") or 0)
+    device = torch.device("cuda", local if local < torch.cuda.device_count() else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def attention_path(config: RunConfig, device: torch.device) -> str:
+    """Resolve ``[train] attention``: what is asked for, or the fastest exact path of the device."""
+    if config.train.attention != "auto":
+        return config.train.attention
+    return "flex" if device.type == "cuda" else "sdpa"
+
+
+def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> Setup:
+    """Open corpus and store, build the drafter, load the frozen tables. Every rank does this on its own.
+
+    Raises:
+        TrainError: the corpus is not captured whole, there is nothing to train on, a setting does not fit the store.
+    """
+    train, layout = config.train, Layout(config.root_dir)
+    dtype = DTYPES[train.dtype]
+    if train.kl_weight > 0:
+        raise TrainError("[train] kl_weight: training towards the target's distribution is not available; set it to 0")
+    corpus = Corpus.open(layout.corpus(keys.corpus_key(config)))
+    # checksums are read once, by rank 0, before the ranks meet; the others look at sizes
+    store = HiddenStateStore(layout.store(keys.capture_key(config)), verify=config.store.verify if ranks.first else "sizes")
+    stored = stored_indices(corpus, store)
+    captured, wanted = identity.capture_layer_ids(config), identity.drafter_layer_ids(config)
+    order = TrainingOrder(corpus, train, block_size=config.drafter.block_size)
+    loader = BatchLoader(
+        corpus,
+        store,
+        stored,
+        train,
+        taps=[captured.index(layer) for layer in wanted],
+        block_size=config.drafter.block_size,
+        gamma=config.gamma,
+        pin=device.type == "cuda",
+    )
+    folder = demo.ensure_converted() if config.target.model == DEMO_MODEL else identity.target_folder(config)
+    mask_token_id = resolve_mask_token_id(folder, config.drafter.mask_token_id)
+    shape = DrafterShape.from_target(facts(folder, config.target.trust_remote_code), config.drafter, wanted, mask_token_id)
+    embedding, head = load_embedding_and_head(folder, dtype=dtype, device=device)
+    with torch.device(device):
+        drafter = Drafter(shape, attention=attention_path(config, device))
+    drafter.initialise(seed=train.seed)
+    weights = Weights(drafter, device=device, dtype=dtype, ema=train.ema)
+    return Setup(
+        config=config,
+        key=key,
+        folder=layout.drafter(key),
+        device=device,
+        dtype=dtype,
+        corpus=corpus,
+        order=order,
+        loader=loader,
+        shape=shape,
+        drafter=drafter,
+        embedding=embedding,
+        head=FrozenHead(head, precision=train.head_precision),
+        objective=Objective(loss=train.loss, dpace_alpha=train.dpace_alpha),
+        weights=weights,
+        optimizer=AdamW(weights, betas=train.betas, weight_decay=train.weight_decay),
+        facts={
+            "key": key,
+            "seed": train.seed,
+            "total_steps": order.total_steps,
+            "rows": hashlib.sha256(np.ascontiguousarray(corpus.hashes)[order.rows].tobytes()).hexdigest()[:16],
+            "shape": digest(shape.to_dict()),
+            "batch_shapes": [str(each) for each in order.shapes.values()],
+            "parameters": weights.numel,
+        },
+        machine={"torch": torch.__version__, "cuda": torch.version.cuda, "device": device_name(device), "attention": drafter.attention.name},
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's model, or the processor's architecture: what another machine may differ in."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
