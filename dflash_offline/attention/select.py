@@ -13,6 +13,7 @@ class Attention(Protocol):
     """One way to compute block attention."""
 
     name: str
+    compiled: bool  # made to run inside compiled layers
 
     def plan(self, blocks: BlockLayout, window: int | None) -> Any:
         """What ``attend`` needs to know about the blocks; made once per micro-batch and shared by the layers."""

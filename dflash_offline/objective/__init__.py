@@ -5,7 +5,8 @@
 ``labels.py``             the token each slot must predict and what it weighs; runs of correct slots
 ``head.py``               the target's frozen head, in bf16 or fp8
 ``loss.py``               cross-entropy (and KL) over the vocabulary in chunks; logits never exist whole
-``kernels.py``            the Triton kernels behind it on a GPU
+``softmax.py``            softmax statistics and gradient over the logits, in PyTorch
+``kernels.py``            the same as Triton kernels
 ========================  =======================================================================================
 """
 

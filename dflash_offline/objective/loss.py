@@ -8,10 +8,12 @@ Legend: N blocks, B slots of a block, R = rows of a chunk (whole blocks, slots 1
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from dflash_offline.objective import softmax
 from dflash_offline.objective.head import FrozenHead
 from dflash_offline.objective.labels import decay, dpace_weights
 
@@ -112,23 +114,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         nll, correct = torch.empty(total, device=device), torch.empty(total, dtype=torch.bool, device=device)
         loss_sum, weight_sum = torch.zeros((), device=device), torch.zeros((), device=device)
         slot_weights = decay(slots + 1, objective.gamma, device)[1:]
+        functions = softmax_functions(device)
         for start in range(0, total, chunk):
             here = slice(start, min(start + chunk, total))
-            tokens, trained = labels[here], supervised[here]
+            tokens, trained = labels[here], supervised[here].view(-1, slots)
             logits = head.logits(rows[here])
-            normaliser, best, nll[here] = softmax_statistics(logits, tokens)
-            correct[here] = (best == tokens) & trained
-            per_block = trained.view(-1, slots)
-            if objective.loss == "dpace":
-                weights = dpace_weights(torch.exp(-nll[here]).view(-1, slots), per_block, objective.dpace_alpha)
-            else:
-                weights = per_block * slot_weights
-            weights = weights.flatten()
             teacher_logits = None if teacher is None else teacher[here] @ head.weight.t()
-            loss_sum += logits_to_gradient(logits, normaliser, tokens, nll[here], weights, teacher_logits, objective.kl_weight)
+            found = functions.statistics(logits, tokens, teacher_logits)
+            nll[here], correct[here] = found.nll, (found.best == tokens) & supervised[here]
+            if objective.loss == "dpace":
+                weights = dpace_weights(torch.exp(-found.nll).view(-1, slots), trained, objective.dpace_alpha).flatten()
+            else:
+                weights = (trained * slot_weights).flatten()
+            loss = found.nll if found.divergence is None else torch.lerp(found.nll, found.divergence, objective.kl_weight)
+            loss_sum += (loss * weights).sum()
             weight_sum += weights.sum()
             if gradient is not None:
-                head.input_gradient(logits, None, gradient[here])
+                fp8 = head.precision == "fp8"
+                by_logits, scale = functions.gradient(logits, found, tokens, weights, teacher_logits, objective.kl_weight, fp8=fp8)
+                head.input_gradient(by_logits, scale, gradient[here])
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(weight_sum, nll, correct)
         return loss_sum, weight_sum, nll, correct
@@ -139,30 +143,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return gradient * grad_loss.to(gradient.dtype), None, None, None, None, None, None, None
 
 
-def softmax_statistics(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [R, V] -> log-sum-exp [R] float32, most likely token [R], cross-entropy of ``tokens`` [R] float32."""
-    normaliser = torch.logsumexp(logits.float(), -1)
-    return normaliser, logits.argmax(-1), normaliser - logits.gather(1, tokens[:, None])[:, 0].float()
+def softmax_functions(device: torch.device) -> ModuleType:
+    """The module with ``statistics`` and ``gradient`` for a kind of device."""
+    if device.type == "cuda":
+        from dflash_offline.objective import kernels
 
-
-def logits_to_gradient(
-    logits: Tensor, normaliser: Tensor, tokens: Tensor, nll: Tensor, weights: Tensor, teacher_logits: Tensor | None, kl_weight: float
-) -> Tensor:
-    """Overwrite logits [R, V] by the gradient of the weighted loss with respect to them; returns the loss.
-
-    Gradient of a row: w (p - (1 - kl) onehot - kl p_teacher); forward KL(teacher || drafter) at temperature 1.
-    """
-    loss = nll
-    if teacher_logits is not None:
-        teacher_log = teacher_logits.float().log_softmax(-1)
-        divergence = (teacher_log.exp() * (teacher_log - (logits.float() - normaliser[:, None]))).sum(-1)
-        loss = (1.0 - kl_weight) * nll + kl_weight * divergence
-    gradient = logits if logits.dtype == torch.float32 else logits.float()
-    gradient.sub_(normaliser[:, None]).exp_()
-    if teacher_logits is not None:
-        gradient.sub_(teacher_log.exp_(), alpha=kl_weight)
-    gradient.scatter_add_(1, tokens[:, None], torch.full_like(normaliser, kl_weight - 1.0)[:, None])
-    gradient.mul_(weights[:, None])
-    if gradient is not logits:
-        logits.copy_(gradient)
-    return (loss * weights).sum()
+        return kernels
+    return softmax
