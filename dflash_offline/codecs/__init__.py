@@ -4,6 +4,7 @@ Reading order::
 
     base        what a codec is
     planes      bf16 as it is; lossless byte planes
+    statistics  per-channel scales, measured once
     kernels     the same in Triton, for a GPU
 
 ``make_codec(name, ...)`` gives the codec that a run file or a store names.
@@ -16,14 +17,15 @@ import numpy as np
 
 from dflash_offline.codecs.base import Codec, EncodedArray
 from dflash_offline.codecs.planes import Bf16Codec, LosslessCodec
+from dflash_offline.codecs.statistics import ChannelStatistics
 from dflash_offline.errors import StoreError
 
 CODECS = ("bf16", "lossless")
 
-__all__ = ["CODECS", "Bf16Codec", "Codec", "EncodedArray", "LosslessCodec", "codec_of_part", "make_codec"]
+__all__ = ["CODECS", "Bf16Codec", "ChannelStatistics", "Codec", "EncodedArray", "LosslessCodec", "codec_of_part", "make_codec"]
 
 
-def make_codec(name: str, *, num_taps: int, hidden_size: int, zstd: bool = False, statistics: None = None) -> Codec:
+def make_codec(name: str, *, num_taps: int, hidden_size: int, zstd: bool = False, statistics: ChannelStatistics | None = None) -> Codec:
     """The codec of that name.
 
     Raises:

@@ -7,19 +7,32 @@ Reading order::
     journal     what is safe of a part that is being written
     writer      PartWriter: resumable, committed whole
     reader      HiddenStateStore: samples and encoded batches
+    verify      every byte against the manifests
+    inspect     what is in a store, as dictionaries: summary, samples, details, stats, diff
 """
 
+from dflash_offline.store.inspect import details, diff, environment_notes, samples, stats, summary, unfinished
 from dflash_offline.store.reader import EncodedBatch, HiddenStateStore, StoredSample, committed_hashes
 from dflash_offline.store.schema import check_identity, committed_parts, create_or_open
+from dflash_offline.store.verify import Problem, verify
 from dflash_offline.store.writer import PartWriter
 
 __all__ = [
     "EncodedBatch",
     "HiddenStateStore",
     "PartWriter",
+    "Problem",
     "StoredSample",
     "check_identity",
     "committed_hashes",
     "committed_parts",
     "create_or_open",
+    "details",
+    "diff",
+    "environment_notes",
+    "samples",
+    "stats",
+    "summary",
+    "unfinished",
+    "verify",
 ]

@@ -85,7 +85,7 @@ class Journal:
             path = self.folder / (name + SPOOL_SUFFIX)
             if begin != self.spooled.get(name, 0) or not path.exists():
                 return False
-            with open(path, "rb") as file:
+            with path.open("rb") as file:
                 file.seek(begin)
                 if xxhash.xxh3_128(file.read(end - begin)).hexdigest() != checksum:
                     return False
@@ -103,14 +103,14 @@ class Journal:
         """Note a finished shard whose ``files`` are already durable; ``spools`` are the bytes to add to each spool."""
         spooled = {}
         for name, content in spools.items():
-            with open(self.folder / (name + SPOOL_SUFFIX), "ab") as file:
+            with (self.folder / (name + SPOOL_SUFFIX)).open("ab") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             begin = self.spooled.get(name, 0)
             spooled[name] = [begin, begin + len(content), xxhash.xxh3_128(content).hexdigest()]
         entry = {"tokens": tokens, "samples": samples, "files": files, "spooled": spooled, "statistics": statistics}
-        with open(self.folder / JOURNAL, "ab") as file:
+        with (self.folder / JOURNAL).open("ab") as file:
             file.write(json.dumps(entry).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())

@@ -11,7 +11,7 @@ T tokens of a sample, K taps, k selected taps, H hidden size.
 >>> batch.decode("cuda")                              # bf16 [T3 + T9, 3 * H]
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -83,7 +83,7 @@ class EncodedBatch:
         return self.codec.decode(encoded, self.taps).flatten(1)
 
 
-class _Part:
+class StoredPart:
     """The tables of one part, read at once, and its arrays, opened when first read."""
 
     def __init__(self, root: Path, name: str, entry: dict[str, Any], verify: Verify):
@@ -166,7 +166,7 @@ class HiddenStateStore:
             raise StoreDamagedError(
                 f"{self.path / missing[0]}: {schema.INDEX} lists this part and its folder is missing; capture again, only it is made anew"
             )
-        self._parts = [_Part(self.path, name, entries[name], verify) for name in names]
+        self._parts = [StoredPart(self.path, name, entries[name], verify) for name in names]
         expected = manifest.digest(self.identity)
         for part in self._parts:
             if part.manifest["key"] != expected:
@@ -184,6 +184,14 @@ class HiddenStateStore:
     def parts(self) -> list[str]:
         """Names of the parts, in order."""
         return [part.name for part in self._parts]
+
+    def manifests(self) -> Iterator["StoredPart"]:
+        """Each part with its ``name``, ``folder`` and ``manifest``."""
+        return iter(self._parts)
+
+    def part_sizes(self) -> list[tuple[str, int]]:
+        """Name and number of samples of each part."""
+        return [(part.name, part.manifest["samples"]) for part in self._parts]
 
     @property
     def layer_ids(self) -> list[int]:
@@ -203,7 +211,7 @@ class HiddenStateStore:
         return self._first.codec
 
     @property
-    def _first(self) -> _Part:
+    def _first(self) -> StoredPart:
         if not self._parts:
             raise StoreError(f"{self.path}: holds no committed part yet; capture first")
         return self._parts[0]
@@ -262,7 +270,7 @@ class HiddenStateStore:
         part, index = self._locate(number)
         return part.name, index
 
-    def _locate(self, number: int) -> tuple[_Part, int]:
+    def _locate(self, number: int) -> tuple[StoredPart, int]:
         number = int(number)
         if number < 0:
             number += len(self)
@@ -337,7 +345,7 @@ class HiddenStateStore:
     def _allocate(self, tokens: int, num_taps: int, *, pinned: bool) -> dict[str, torch.Tensor]:
         return {a.name: torch.empty((num_taps, tokens, a.width), dtype=a.torch_dtype, pin_memory=pinned) for a in self.codec.arrays}
 
-    def _read(self, part: _Part, start: int, stop: int, taps: Sequence[int], out: list[np.ndarray]) -> int:
+    def _read(self, part: StoredPart, start: int, stop: int, taps: Sequence[int], out: list[np.ndarray]) -> int:
         part.check_content()
         return sum(array.read(start, stop, taps, view) for array, view in zip(part.arrays, out, strict=True)) if stop > start else 0
 

@@ -36,6 +36,16 @@ TOKEN_ARRAYS = {"input_ids": "int32", "loss_mask": "uint8"}
 SAMPLE_ARRAYS = {"sample_offsets": "int64", "sample_ids": "int64", "sample_hashes": "uint8", "buckets": "int16"}
 
 
+def is_own(path: Path) -> bool:
+    """Whether an entry of the store's folder, not a committed part, is one that this program makes."""
+    name = path.name
+    if name in (GROUP_FILE, INDEX):
+        return True
+    if name == LOCK or re.fullmatch(r"\.part-\d{5,}\.lock", name):
+        return path.is_file() and path.stat().st_size == 0
+    return bool(re.fullmatch(r"part-\d{5,}\.partial|\.part-\d{5,}\.work|\.(zarr|index)\.json\.\d+\.tmp", name))
+
+
 def part_key(name: str) -> tuple[int, str]:
     """Sort key: parts in the order of their numbers."""
     return len(name), name
@@ -142,8 +152,13 @@ def read_index(root: Path) -> dict[str, Any]:
     Raises:
         StoreDamagedError: it is missing or does not fit its own digest.
     """
-    path = Path(root) / INDEX
     read_attributes(root)
+    return parse_index(root)
+
+
+def parse_index(root: Path) -> dict[str, Any]:
+    """``read_index`` without a look at the group's attributes."""
+    path = Path(root) / INDEX
     try:
         index = manifest.read_json(path)
     except FileNotFoundError:

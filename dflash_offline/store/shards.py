@@ -67,7 +67,7 @@ def write_shard(
     path.parent.mkdir(parents=True, exist_ok=True)
     index = np.full((shard_chunks, chunks.shape[1], 2), np.uint64(ABSENT), "<u8")
     filled, hashed, offset = index.reshape(-1, 2), xxhash.xxh3_128(), 0
-    with open(path, "wb", buffering=0) as file:
+    with path.open("wb", buffering=0) as file:
 
         def write(data: Any) -> None:
             view = memoryview(data).cast("B")

@@ -1,0 +1,250 @@
+"""What is in a store, as plain dictionaries for the command line, a report or a notebook.
+
+``summary``, ``samples`` and ``diff`` read tables and manifests only; ``stats`` and ``details`` read the hidden states of
+the few samples they are asked about.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_offline.store import schema
+from dflash_offline.store.reader import HiddenStateStore
+from dflash_offline.store.shards import read_meta
+
+_NOT_COMPARED = {"git"}  # differs between any two commits
+
+
+def open_store(path: Path | str | HiddenStateStore) -> HiddenStateStore:
+    return path if isinstance(path, HiddenStateStore) else HiddenStateStore(path, verify="off")
+
+
+def summary(path: Path | str | HiddenStateStore) -> dict[str, Any]:
+    """Counts, bytes, layers, buckets, arrays, identity. ``ratio`` is stored bytes over bf16 bytes, everything counted."""
+    store = open_store(path)
+    parts = [part.manifest for part in store.manifests()]
+    tokens, num_bytes = sum(part["tokens"] for part in parts), sum(size for part in parts for size, _ in part["files"].values())
+    result: dict[str, Any] = {
+        "path": str(store.path),
+        "format_version": store.attributes["format_version"],
+        "identity": store.identity,
+        "parts": len(parts),
+        "samples": len(store),
+        "tokens": tokens,
+        "bytes": num_bytes,
+        "files": sum(len(part["files"]) + 1 for part in parts),
+        "unfinished": unfinished(store.path),
+        "notes": environment_notes(store),
+    }
+    if parts:
+        taps, width = store.num_taps, store.hidden_size
+        lengths, buckets = store.lengths, store.buckets
+        rms = [part["rms"] for part in parts]
+        weights = np.array([part["tokens"] for part in parts], float) / tokens
+        result |= {
+            "codec": parts[0]["codec"],
+            "num_taps": taps,
+            "hidden_size": width,
+            "layer_ids": store.layer_ids,
+            "bf16_bytes": 2 * taps * width * tokens,
+            "ratio": num_bytes / (2 * taps * width * tokens),
+            "bytes_per_token": num_bytes / tokens,
+            "tokens_per_sample": {"min": int(lengths.min()), "mean": float(lengths.mean()), "max": int(lengths.max())},
+            "buckets": {
+                int(b): {"samples": int((buckets == b).sum()), "tokens": int(lengths[buckets == b].sum())} for b in np.unique(buckets)
+            },
+            "rms": {
+                "min": np.min([part["min"] for part in rms], 0).tolist(),
+                "mean": (weights @ np.array([part["mean"] for part in rms])).tolist(),
+                "max": np.max([part["max"] for part in rms], 0).tolist(),
+            },
+            "arrays": arrays(store),
+        }
+    return result
+
+
+def arrays(store: HiddenStateStore) -> list[dict[str, Any]]:
+    """Arrays of the first part with the bytes they take over all parts."""
+    parts = list(store.manifests())
+    found = []
+    for folder in sorted(path for path in parts[0].folder.iterdir() if path.is_dir()):
+        meta = read_meta(folder)
+        stored = sum(size for part in parts for name, (size, _) in part.manifest["files"].items() if name.startswith(f"{folder.name}/"))
+        found.append(
+            {
+                "name": folder.name,
+                "dtype": str(meta.dtype),
+                "shape": list(meta.shape),
+                "chunk": list(meta.chunk),
+                "shard": list(meta.shard) if meta.sharded else None,
+                "zstd": meta.zstd,
+                "bytes": stored,
+            }
+        )
+    return found
+
+
+def samples(
+    path: Path | str | HiddenStateStore,
+    *,
+    bucket: int | None = None,
+    min_tokens: int = 0,
+    max_tokens: int | None = None,
+    part: str | None = None,
+    start: int = 0,
+    limit: int | None = 50,
+) -> list[dict[str, Any]]:
+    """The sample table: number in the store, part, corpus row, content hash, bucket, tokens, supervised tokens."""
+    store = open_store(path)
+    wanted = store.lengths >= min_tokens
+    if max_tokens is not None:
+        wanted &= store.lengths <= max_tokens
+    if bucket is not None:
+        wanted &= store.buckets == bucket
+    if part is not None:
+        wanted &= np.array([name == part for name, count in store.part_sizes() for _ in range(count)], bool)
+    rows = []
+    for number in np.flatnonzero(wanted)[start : None if limit is None else start + limit]:
+        sample = store[int(number)]
+        rows.append(
+            {
+                "number": sample.number,
+                "part": sample.part,
+                "index": sample.index,
+                "sample_id": sample.sample_id,
+                "sha256": sample.sha256.hex(),
+                "bucket": sample.bucket,
+                "tokens": len(sample),
+                "supervised": int(sample.loss_mask.sum()),
+            }
+        )
+    return rows
+
+
+def details(
+    path: Path | str | HiddenStateStore, number: int, *, layers: Sequence[int] | None = None, tokens: slice = slice(None), values: int = 8
+) -> dict[str, Any]:
+    """One sample: ids, mask, and for each tap the RMS of its vectors and the first values of the first token.
+
+    Args:
+        layers: positions along K; None = all.
+        tokens: which tokens' hidden states to read.
+        values: how many first values of a vector to give.
+    """
+    store = open_store(path)
+    sample = store[number]
+    taps = list(range(store.num_taps)) if layers is None else [int(i) for i in layers]
+    hidden = sample.hidden_states(taps, tokens).float()
+    names: list[Any] = [*store.layer_ids, *["last"] * (store.num_taps - len(store.layer_ids))]
+    rms = hidden.square().mean(-1).sqrt()
+    return {
+        "number": sample.number,
+        "part": sample.part,
+        "index": sample.index,
+        "sample_id": sample.sample_id,
+        "sha256": sample.sha256.hex(),
+        "bucket": sample.bucket,
+        "input_ids": sample.input_ids.tolist(),
+        "loss_mask": sample.loss_mask.tolist(),
+        "layers": [
+            {
+                "layer_id": names[tap],
+                "rms": {"min": float(rms[:, i].min()), "mean": float(rms[:, i].mean()), "max": float(rms[:, i].max())}
+                if len(rms)
+                else None,
+                "values": hidden[0, i, :values].tolist() if len(hidden) else [],
+            }
+            for i, tap in enumerate(taps)
+        ],
+    }
+
+
+def stats(path: Path | str | HiddenStateStore, *, num_samples: int = 16, outliers: int = 8, seed: int = 0) -> dict[str, Any]:
+    """Norms, outlier channels, non-finite values and similarity of the tapped layers, from ``num_samples`` random samples.
+
+    ``similarity[i][j]`` is the mean cosine between the vectors of taps i and j at the same token.
+    """
+    store = open_store(path)
+    chosen = np.sort(np.random.default_rng(seed).permutation(len(store))[:num_samples])
+    taps, width = store.num_taps, store.hidden_size
+    energy, similarity, tokens, bad = torch.zeros(taps, width, dtype=torch.float64), torch.zeros(taps, taps, dtype=torch.float64), 0, 0
+    low, high = torch.full((taps,), torch.inf), torch.zeros(taps)
+    for number in chosen:
+        hidden = store[int(number)].hidden_states().float()
+        bad += int((~torch.isfinite(hidden)).sum())
+        hidden = torch.nan_to_num(hidden, 0.0, 0.0, 0.0)
+        energy += hidden.double().square().sum(0)
+        unit = torch.nn.functional.normalize(hidden, dim=-1).transpose(0, 1)
+        similarity += torch.einsum("ith,jth->ij", unit, unit).double()
+        rms = hidden.square().mean(-1).sqrt()
+        low, high, tokens = torch.minimum(low, rms.amin(0)), torch.maximum(high, rms.amax(0)), tokens + len(hidden)
+    names: list[Any] = [*store.layer_ids, *["last"] * (taps - len(store.layer_ids))]
+    rows = []
+    for tap in range(taps):
+        share, channels = (energy[tap] / energy[tap].sum().clamp(min=1e-30)).topk(min(outliers, width))
+        rows.append(
+            {
+                "layer_id": names[tap],
+                "rms": {"min": float(low[tap]), "mean": float((energy[tap].sum() / (tokens * width)).sqrt()), "max": float(high[tap])},
+                "outlier_channels": [{"channel": int(c), "share_of_energy": float(s)} for c, s in zip(channels, share, strict=True)],
+                "channel_rms": (energy[tap] / tokens).sqrt().tolist(),
+            }
+        )
+    return {"samples": chosen.tolist(), "tokens": tokens, "not_finite": bad, "layers": rows, "similarity": (similarity / tokens).tolist()}
+
+
+def diff(one: Path | str, other: Path | str, *, num_samples: int = 16, seed: int = 0) -> dict[str, Any]:
+    """How two stores differ: identity fields, rows only in one of them, and hidden states of rows in both.
+
+    ``relative_l2`` compares ``num_samples`` random common rows, the second store against the first, per tap; None where
+    layers or sizes differ.
+    """
+    a, b = open_store(one), open_store(other)
+    fields = [name for name in sorted({*a.identity, *b.identity}) if a.identity.get(name) != b.identity.get(name)]
+    rows_a, rows_b = ({row.tobytes(): i for i, row in enumerate(store.hashes)} for store in (a, b))
+    common = sorted(rows_a.keys() & rows_b.keys())
+    result: dict[str, Any] = {
+        "identity": {name: [a.identity.get(name), b.identity.get(name)] for name in fields},
+        "samples": [len(a), len(b)],
+        "common": len(common),
+        "only_in_first": [key.hex() for key in sorted(rows_a.keys() - rows_b.keys())[:20]],
+        "only_in_second": [key.hex() for key in sorted(rows_b.keys() - rows_a.keys())[:20]],
+        "num_only_in": [len(rows_a) - len(common), len(rows_b) - len(common)],
+        "relative_l2": None,
+    }
+    if common and (a.num_taps, a.hidden_size) == (b.num_taps, b.hidden_size):
+        chosen = np.random.default_rng(seed).permutation(len(common))[:num_samples]
+        errors, equal = [], 0
+        for i in chosen:
+            x, y = a[rows_a[common[i]]].hidden_states(), b[rows_b[common[i]]].hidden_states()
+            equal += bool(torch.equal(x.view(torch.int16), y.view(torch.int16)))
+            x = x.float()
+            errors.append(((y.float() - x).norm(dim=-1) / x.norm(dim=-1).clamp(min=1e-30)).median(0).values)
+        result |= {"compared": len(chosen), "equal": equal, "relative_l2": torch.stack(errors).mean(0).tolist()}
+    return result
+
+
+def environment_notes(path: Path | str | HiddenStateStore) -> list[str]:
+    """One sentence for each version, device or attention implementation that changed between parts.
+
+    Such a change is no reason to refuse a store, but worth saying once.
+    """
+    store, notes, last = open_store(path), [], {}
+    for part in store.manifests():
+        facts = {name: value for name, value in part.manifest["environment"].items() if name not in _NOT_COMPARED}
+        facts |= {name: value for name, value in part.manifest["extra"].items() if name in ("device", "attention", "target_attention")}
+        for name, value in facts.items():
+            if name in last and last[name] != value:
+                note = f"{name} changed from {last[name]} to {value}"
+                if all(not known.startswith(note) for known in notes):
+                    notes.append(f"{note} at {part.name}")
+        last |= facts
+    return notes
+
+
+def unfinished(path: Path | str) -> list[str]:
+    """Parts that were begun and not committed."""
+    return sorted((entry.name.removesuffix(".partial") for entry in Path(path).glob("part-*.partial")), key=schema.part_key)
