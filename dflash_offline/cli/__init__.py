@@ -1,0 +1,11 @@
+"""The command ``dflash-offline``. Nothing heavier than click is imported before a command runs.
+
+``group``       errors in one line, "did you mean"          ``options``    --config, --json, tables
+``starting``    init, smoke                                 ``planning``   plan, doctor
+``following``   status, report                              ``inspecting`` inspect, show, stats, verify, diff
+``results``     export, evaluate, generate                  ``tidying``    reset, prune
+"""
+
+from dflash_offline.cli.group import main
+
+__all__ = ["main"]

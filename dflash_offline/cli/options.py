@@ -1,0 +1,98 @@
+"""What commands share: which run file, which store, and how results are printed."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from dflash_offline.config import RunConfig
+
+DEFAULT = Path("run.toml")
+
+config_option = click.option(
+    "--config", type=click.Path(path_type=Path), help="Run file; run.toml of this folder, or else the embedded one, when left out."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def load_run(config: Path | None) -> "RunConfig":
+    """The run file named, or ``run.toml`` of this folder, or the embedded one (said on stderr)."""
+    from dflash_offline.config import EMBEDDED, RunConfig
+
+    if config is None and not DEFAULT.exists():
+        click.echo("no run.toml in this folder: using the embedded run file (SmolLM2-135M on the CPU)", err=True)
+        return RunConfig.load(EMBEDDED)
+    return RunConfig.load(config if config is not None else DEFAULT)
+
+
+def store_path(store: Path | None, config: Path | None) -> Path:
+    """The store folder named (or one folder above it), or that of the run file.
+
+    Raises:
+        StoreError: there is no store at that place.
+    """
+    from dflash_offline.errors import StoreError
+
+    if store is None:
+        from dflash_offline import keys
+        from dflash_offline.layout import Layout
+
+        run = load_run(config)
+        path = Layout(run.root_dir).store(keys.capture_key(run))
+        hint = f"nothing has been captured for {run.source.name} as it is now; run `luigi --module pipelines CaptureHiddenStates` first"
+    else:
+        path = store / "hidden_states.zarr" if (store / "hidden_states.zarr").is_dir() else store
+        hint = "name a folder called hidden_states.zarr"
+    if not (path / "zarr.json").is_file():
+        raise StoreError(f"{path}: no hidden-state store; {hint}")
+    return path
+
+
+def store_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
+    """STORE as an optional option beside --config: ``--store PATH``."""
+    option = click.option("--store", type=click.Path(path_type=Path), help="Store folder; that of the run file when left out.")
+    return option(config_option(command))
+
+
+def echo_json(content: Any) -> None:
+    click.echo(json.dumps(content, indent=1, ensure_ascii=False))
+
+
+def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Sequence[int] = ()) -> None:
+    """Print a table. ``right`` names the columns that hold numbers. Piped, it is as wide as it needs to be."""
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*[str(cell) for cell in row])
+    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(made)
+
+
+def bytes_text(count: float) -> str:
+    """12_345_678 -> ``12.3 MB`` (powers of 1000, as disks are sold)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def seconds_text(seconds: float) -> str:
+    """5400 -> ``1.5h``."""
+    for limit, unit, size in ((120, "s", 1), (7200, "m", 60), (172_800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / size:.0f}{unit}" if unit != "h" else f"{seconds / size:.1f}{unit}"
+    return f"{seconds / 86_400:.1f}d"
+
+
+def folder_bytes(path: Path) -> int:
+    """Bytes of all files below a folder (links are not followed)."""
+    return sum(entry.lstat().st_size for entry in path.rglob("*") if entry.is_symlink() or entry.is_file())

@@ -1,0 +1,83 @@
+"""``doctor`` looks at the machine, ``plan`` at what a run will cost, before any GPU second."""
+
+import dataclasses
+from pathlib import Path
+
+import click
+
+from dflash_offline.cli.options import bytes_text, config_option, echo_json, json_option, load_run, seconds_text, table
+
+
+@click.command()
+@config_option
+@json_option
+def doctor(config: Path | None, as_json: bool) -> None:
+    """Is this machine fit for the run? Every line is ok, warn or fail, with what to do."""
+    from dflash_offline.doctor import examine
+
+    checks = examine(load_run(config))
+    if as_json:
+        echo_json([dataclasses.asdict(check) for check in checks])
+    else:
+        table(None, ["", "", "found", "what to do"], [[check.level, check.name, check.found, check.advice] for check in checks])
+    if any(check.level == "fail" for check in checks):
+        raise SystemExit(1)
+
+
+@click.command()
+@config_option
+@json_option
+@click.option("--sample", type=click.IntRange(min=1), default=2000, show_default=True, help="Conversations tokenised for the estimate.")
+@click.option("--capture-tokens-per-s", type=float, help="Rate of one replica; measured parts of this root when left out.")
+@click.option("--train-tokens-per-s", type=float, help="Rate of all ranks together; the last run of this root when left out.")
+@click.option("--force", is_flag=True, help="Exit with 0 even if the disk is too small.")
+def plan(
+    config: Path | None,
+    as_json: bool,
+    sample: int,
+    capture_tokens_per_s: float | None,
+    train_tokens_per_s: float | None,
+    force: bool,
+) -> None:
+    """Samples, tokens, parts, bytes by codec, time, GPU memory and free disk, before any GPU second.
+
+    Exit status 1 when the store cannot fit on the disk.
+    """
+    from dflash_offline.errors import StoreFullError
+    from dflash_offline.estimate import estimate
+
+    run = load_run(config)
+    found = estimate(run, sample=sample, capture_tokens_per_s=capture_tokens_per_s, train_tokens_per_s=train_tokens_per_s)
+    if as_json:
+        echo_json(found.to_dict())
+    else:
+        exact = "" if found.is_exact else f" (estimated from {found.rows_read:,} rows)"
+        rows = [
+            ["conversations", f"{found.rows:,}{exact}"],
+            ["tokens", f"{found.tokens:,}, {found.supervised_tokens:,} supervised"],
+            ["already captured", f"{found.captured_rows:,} conversations"],
+            ["still to capture", f"{found.tokens_to_capture:,} tokens in about {found.parts} parts"],
+            *[
+                [f"store as {name}", f"{bytes_text(size)}{'  <- [store] codec' if name == run.store.codec else ''}"]
+                for name, size in found.bytes_by_codec.items()
+            ],
+            ["free disk", f"{bytes_text(found.free_bytes)} on {found.disk}"],
+            ["GPU memory, a replica", f"about {bytes_text(found.replica_bytes)}"],
+            ["GPU memory, a rank", f"about {bytes_text(found.rank_bytes)}"],
+            ["capture", _duration(found.capture_s, found.idle_capture_gpu_h, "--capture-tokens-per-s")],
+            ["training", _duration(found.train_s, found.idle_train_gpu_h, "--train-tokens-per-s")],
+        ]
+        table(f"{run.source}", ["", ""], rows)
+        for warning in found.warnings:
+            click.echo(f"note: {warning}")
+    if not found.fits and not force:
+        raise StoreFullError(
+            f"{found.disk}: the store needs {bytes_text(found.needed_bytes)} more and {bytes_text(found.free_bytes)} are free; make space, "
+            "choose another root, a smaller codec or fewer layers, or use --force"
+        )
+
+
+def _duration(seconds: float | None, idle_gpu_h: float | None, option: str) -> str:
+    if seconds is None:
+        return f"no rate measured yet; give {option}"
+    return seconds_text(seconds) + (f", {idle_gpu_h:.1f} GPU hours idle meanwhile" if idle_gpu_h else "")

@@ -1,0 +1,188 @@
+"""Use what was trained: ``export`` it, ``evaluate`` it on prompts, ``generate`` text with it."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_offline.cli.options import config_option, echo_json, json_option, load_run
+
+if TYPE_CHECKING:
+    from dflash_offline.config import RunConfig
+
+_device_option = click.option("--device", help="cpu, cuda or cuda:N; a GPU where [evaluate] or [train] names one, when left out.")
+_drafter_option = click.option(
+    "--drafter",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Exported drafter, ours or another's; the run's own when left out.",
+)
+
+
+@click.command()
+@config_option
+@click.option("--format", "form", type=click.Choice(["zlab", "speculators"]), help="Form to write; [export] formats when left out.")
+@click.option("--step", type=int, help="Export the checkpoint of this step.")
+@click.option(
+    "--from", "source", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Convert this exported folder, byte for byte."
+)
+@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder to write to; the run's own place when left out.")
+def export(config: Path | None, form: str | None, step: int | None, source: Path | None, output: Path | None) -> None:
+    """Write the drafter in the form that servers load, and check what was written."""
+    if (step is not None or form is not None or source is not None) and output is None:
+        raise click.UsageError("name a folder with --output DIR: the run's own export is what the run file says")
+    if source is not None:
+        if form is None or step is not None:
+            raise click.UsageError("--from needs --format, and takes no --step")
+        _convert(source, output, form, config)
+        return
+    from dflash_offline import keys
+    from dflash_offline.export import export as run_export
+    from dflash_offline.progress import Progress
+
+    run = load_run(config)
+    key = keys.export_key(run)
+    if form is not None:
+        run = run.model_copy(update={"export": run.export.model_copy(update={"formats": [form]})})
+    for folder in run_export(run, key, Progress(None), step=step, folder=output):
+        click.echo(folder)
+
+
+def _convert(source: Path, output: Path | None, form: Any, config: Path | None) -> None:
+    from dflash_offline.export import convert
+    from dflash_offline.export.stage import target_info
+    from dflash_offline.target import facts
+
+    assert output is not None
+    run = load_run(config)
+    folder = _target_folder(run)
+    checks = convert(source, output, form=form, target=target_info(run, folder), num_target_layers=facts(folder).num_layers)
+    click.echo(f"{output}: {len(checks)} of {len(checks)} conformance checks passed")
+
+
+def _target_folder(run: "RunConfig") -> Path:
+    from dflash_offline import demo, identity
+    from dflash_offline.config import DEMO_MODEL
+
+    return demo.ensure_converted() if run.target.model == DEMO_MODEL else identity.target_folder(run)
+
+
+def _device(run: "RunConfig", device: str | None) -> str:
+    """``--device``, or the first GPU that the run file names for evaluation (its number among the visible ones), or the CPU."""
+    if device is not None:
+        return device
+    gpus = run.train.gpus if run.evaluate.gpus is None else run.evaluate.gpus
+    return "cpu" if gpus == "cpu" else "cuda:0" if gpus == "all" else f"cuda:{gpus[0]}"
+
+
+def _exported(run: "RunConfig", drafter: Path | None) -> Path:
+    """The drafter named, or the run's own export."""
+    if drafter is not None:
+        return drafter
+    from dflash_offline import keys
+    from dflash_offline.layout import Layout
+    from dflash_offline.manifest import read_manifest
+
+    folder = Layout(run.root_dir).export(keys.export_key(run))
+    return folder / read_manifest(folder, kind="export")["formats"][0]
+
+
+@click.command()
+@click.argument("prompts", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@config_option
+@_drafter_option
+@_device_option
+@click.option("--max-prompts", type=click.IntRange(min=1), help="Most prompts of each file; [evaluate] max_prompts when left out.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Most tokens of one turn; [evaluate] max_new_tokens when left out.")
+@click.option("--no-baseline", is_flag=True, help="Do not run the target alone: no speed-up, no check of the text.")
+@json_option
+def evaluate(
+    prompts: tuple[Path, ...],
+    config: Path | None,
+    drafter: Path | None,
+    device: str | None,
+    max_prompts: int | None,
+    max_new_tokens: int | None,
+    no_baseline: bool,
+    as_json: bool,
+) -> None:
+    """Draft and verify on PROMPTS files (JSONL with messages): acceptance length, speed, and that the text is the target's own."""
+    from dflash_offline.evaluate import evaluate_folder
+
+    run = load_run(config)
+    template = run.path(run.corpus.chat_template) if run.corpus.chat_template else None
+    found = evaluate_folder(
+        _target_folder(run),
+        _exported(run, drafter),
+        list(prompts) or run.files(run.evaluate.prompts, where="[evaluate] prompts"),
+        device=_device(run, device),
+        max_prompts=max_prompts or run.evaluate.max_prompts,
+        max_new_tokens=max_new_tokens or run.evaluate.max_new_tokens,
+        baseline=not no_baseline,
+        chat_template_kwargs=run.corpus.chat_template_kwargs,
+        chat_template=template,
+        trust_remote_code=run.target.trust_remote_code,
+        say=lambda line: click.echo(line, err=as_json),
+    )
+    if as_json:
+        echo_json(_without_nan(found))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@click.command()
+@click.argument("prompt")
+@config_option
+@_drafter_option
+@_device_option
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens of the answer.")
+@click.option("--temperature", type=click.FloatRange(min=0.0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+def generate(
+    prompt: str, config: Path | None, drafter: Path | None, device: str | None, max_new_tokens: int, temperature: float, seed: int
+) -> None:
+    """Stream an answer to PROMPT. Green: drafted and accepted; plain (or between guillemets in a pipe): the target's own."""
+    import sys
+
+    import torch
+
+    from dflash_offline.evaluate import Response, load_decoder
+    from dflash_offline.evaluate import generate as stream
+    from dflash_offline.export import read_drafter
+    from dflash_offline.target import facts, load_tokenizer
+
+    run = load_run(config)
+    folder, chosen = _target_folder(run), torch.device(_device(run, device))
+    template = run.path(run.corpus.chat_template) if run.corpus.chat_template else None
+    read = read_drafter(_exported(run, drafter), num_target_layers=facts(folder).num_layers)
+    decoder = load_decoder(
+        folder,
+        read.shape,
+        read.tensors,
+        device=chosen,
+        dtype=torch.float32 if chosen.type == "cpu" else torch.bfloat16,
+        trust_remote_code=run.target.trust_remote_code,
+        where=str(read.folder),
+    )
+    response, colours = Response(), sys.stdout.isatty()
+    runs = stream(
+        decoder,
+        load_tokenizer(folder, template),
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        chat_template_kwargs=run.corpus.chat_template_kwargs,
+        into=response,
+    )
+    for piece in runs:
+        text = click.style(piece.text, fg="green") if piece.drafted else piece.text if colours else f"\u00ab{piece.text}\u00bb"
+        click.echo(text, nl=False)
+    length = response.step_tokens / response.steps if response.steps else math.nan
+    click.echo(f"\n\n{len(response.tokens)} tokens in {response.steps} steps: {length:.2f} a step", err=True)

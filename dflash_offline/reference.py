@@ -1,0 +1,110 @@
+"""Texts made from the run file's model: the commented run file of ``dflash-offline init`` and the reference page."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from dflash_offline import fields
+from dflash_offline.config import EMBEDDED, RunConfig
+
+# what stands uncommented in a new run file; everything else is there as a comment with its default
+_SHOWN: dict[str, dict[str, Any]] = {
+    "target": {"model": "path/to/target-model", "dtype": None, "gpus": None, "capture_layer_ids": None},
+    "corpus": {
+        "files": ["conversations/*.jsonl"],
+        "bucket_edges": None,
+        "max_length": None,
+        "tokens_per_batch": None,
+        "heldout_fraction": None,
+    },
+    "store": {"codec": None},
+    "drafter": {"layers": None, "block_size": None},
+    "train": {"gpus": None, "epochs": None, "anchors": None, "lr": None, "seed": None, "checkpoint_every": None},
+    "evaluate": {"prompts": ["prompts/*.jsonl"], "max_prompts": None},
+    "export": {"formats": None},
+}
+
+_HEAD = """\
+# Run file of dflash_offline for a machine with eight GPUs: the target captures on GPUs 0-4, the drafter trains on 5-7.
+# Fill in [target] model and [corpus] files (and [evaluate] prompts, or leave them out with []), then:
+#
+#   dflash-offline doctor                      is this machine fit?
+#   dflash-offline plan                        tokens, bytes, free disk, before any GPU second
+#   dflash-offline smoke                       64 conversations through the whole chain
+#   luigi --module pipelines DFlashAll         the run; the same command again goes on where it stopped
+#
+# Capture and training follow each other, so a GPU named in one phase only is idle in the other: gpus = "all" uses every one in both.
+# Paths are relative to this file. Lines that are commented out show the default.
+"""
+
+
+def _sections() -> dict[str, type[BaseModel]]:
+    return {
+        name: field.annotation
+        for name, field in RunConfig.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    }
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{name} = {_toml(item)}" for name, item in value.items()) + " }" if value else "{}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 100_000:
+        return f"{value:_}"
+    return json.dumps(value)
+
+
+def commented_run_file() -> str:
+    """A run file for an 8-GPU machine with every field, its description and its default."""
+    root = RunConfig.model_fields["root"]
+    parts = [_HEAD, f"\n# {root.description}\nroot = {_toml(root.default)}\n"]
+    for name, section in _sections().items():
+        parts.append(f"\n[{name}]\n# {(section.__doc__ or '').strip()}\n")
+        for key, field in section.model_fields.items():
+            parts.append(_entry(key, field, shown=key in _SHOWN[name], value=_SHOWN[name].get(key)))
+    return "".join(parts)
+
+
+def _entry(key: str, field: FieldInfo, *, shown: bool, value: Any) -> str:
+    given = value if value is not None else field.default
+    line = f"{key} = {_toml(given)}" if given is not None else f"{key} =        # unset; {fields.allowed(field)}"
+    return f"# {field.description}\n{'' if shown else '# '}{line}\n"
+
+
+def demo_run_file(folder: Path) -> str:
+    """The embedded run file as it has to read in ``folder``: its relative paths lead to the demo data from there."""
+    data = (EMBEDDED.parent.parent / "data").resolve()
+    folder = folder.resolve()
+    shown = os.path.relpath(data, folder) if data.is_relative_to(folder) else str(data)
+    return EMBEDDED.read_text(encoding="utf-8").replace('"../data/', f'"{shown}/')
+
+
+def reference_page() -> str:
+    """Markdown: every field of the run file, what it allows, its default."""
+    root = RunConfig.model_fields["root"]
+    lines = [
+        "# Run file",
+        "",
+        "Made from `dflash_offline/config.py` by `python -m dflash_offline.reference`; a test fails when this page is out of date.",
+        "",
+        "A run file is TOML. Unknown keys are refused. Paths are relative to the run file. `dflash-offline init > run.toml` writes a commented one.",
+        "",
+        f"At the top: `root` (default `{_toml(root.default)}`): {root.description}",
+    ]
+    for name, section in _sections().items():
+        lines += ["", f"## [{name}]", "", (section.__doc__ or "").strip(), "", "| key | allowed | default | |", "| --- | --- | --- | --- |"]
+        for key, field in section.model_fields.items():
+            default = "**required**" if field.is_required() else "(unset)" if field.default is None else f"`{_toml(field.default)}`"
+            cells = [f"`{key}`", fields.allowed(field), default, field.description or ""]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(reference_page(), end="")

@@ -1,0 +1,11 @@
+"""One page about a run, as Markdown and as self-contained HTML.
+
+``facts``    gathers what the manifests, metrics and results of a run say
+``plots``    curves as SVG (matplotlib)                                          ``blocks``  facts -> page
+``page``     the page as Markdown and as HTML
+``stage``    ``python -m dflash_offline.report``
+"""
+
+from dflash_offline.report.stage import main, write_report
+
+__all__ = ["main", "write_report"]

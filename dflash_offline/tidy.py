@@ -1,0 +1,123 @@
+"""Forget stages (``reset``) and delete what no run file needs any more (``prune``).
+
+Only folders whose names are content keys and that hold what this program writes are ever touched; anything else under
+the root is left alone. Links are not followed.
+"""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_offline import keys
+from dflash_offline.config import RunConfig
+from dflash_offline.errors import DFlashError
+from dflash_offline.layout import Layout
+from dflash_offline.manifest import MANIFEST
+
+_KEY = re.compile(r"[0-9a-f]{16}")
+# folder under the root -> what marks an entry of it as ours
+_OURS: dict[str, set[str]] = {
+    "corpora": {MANIFEST, "input_ids.npy", "offsets.npy"},
+    "captures": {"hidden_states.zarr", "plans", "leases"},
+    "drafters": {MANIFEST, "checkpoints", "metrics.jsonl", "drafter", "tensorboard"},
+    "exports": {MANIFEST, "zlab", "speculators"},
+    "evaluations": {MANIFEST, "results.json"},
+    "reports": {MANIFEST, "report.md", "report.html"},
+}
+STAGES = ("corpus", "capture", "train", "export", "evaluate", "report")
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Something that would be deleted: paths with one reason."""
+
+    what: str
+    paths: list[Path]
+    size_bytes: int
+
+
+def _size(path: Path) -> int:
+    if path.is_symlink() or path.is_file():
+        return path.lstat().st_size
+    return sum(entry.lstat().st_size for entry in path.rglob("*") if entry.is_symlink() or entry.is_file())
+
+
+def reset_plan(config: RunConfig, stage: str) -> list[Removal]:
+    """What makes a stage of this run file incomplete again: manifests only, so that nothing computed is lost.
+
+    ``train`` also loses its checkpoints, else it would at once be complete again; ``capture`` loses the plan and the
+    manifests of its parts, which are then written anew.
+    """
+    layout = Layout(config.root_dir)
+    if stage == "corpus":
+        paths = [layout.corpus(keys.corpus_key(config)) / MANIFEST]
+    elif stage == "capture":
+        key = keys.capture_key(config)
+        store = layout.store(key)
+        paths = [*sorted(store.glob("part-*")), layout.plan(key, keys.corpus_key(config))]
+    elif stage == "train":
+        folder = layout.drafter(keys.train_key(config))
+        paths = [folder / MANIFEST, folder / "checkpoints", folder / "metrics.jsonl", folder / "tensorboard"]
+    else:
+        folder = {
+            "export": lambda: layout.export(keys.export_key(config)),
+            "evaluate": lambda: layout.evaluation(keys.evaluate_key(config)),
+            "report": lambda: layout.report(keys.report_key(config)),
+        }[stage]()
+        paths = [folder / MANIFEST]
+    there = [path for path in paths if path.exists() or path.is_symlink()]
+    return [Removal(f"{stage} of {config.source.name}", there, sum(map(_size, there)))] if there else []
+
+
+def prune_plan(configs: list[RunConfig], *, store: bool = False, checkpoints: bool = False) -> list[Removal]:
+    """Every key folder under the root that none of the run files leads to.
+
+    Args:
+        configs: run files that share one root; what they need stays.
+        store: also the stores they do need, for those whose drafter is trained.
+        checkpoints: also the checkpoints of drafters that are trained.
+
+    Raises:
+        DFlashError: the run files have different roots.
+    """
+    layout = Layout(configs[0].root_dir)
+    if any(config.root_dir != layout.root for config in configs):
+        raise DFlashError("prune: the run files have different roots; name those of one root at a time")
+    needed: dict[str, set[str]] = {
+        "corpora": {keys.corpus_key(config) for config in configs},
+        "captures": {keys.capture_key(config) for config in configs},
+        "drafters": {keys.train_key(config) for config in configs},
+        "exports": {keys.export_key(config) for config in configs},
+        "evaluations": {keys.evaluate_key(config) for config in configs},
+        "reports": {keys.report_key(config) for config in configs},
+    }
+    removals = []
+    for kind, marks in _OURS.items():
+        parent = layout.root / kind
+        for entry in sorted(parent.iterdir()) if parent.is_dir() and not parent.is_symlink() else []:
+            if entry.is_symlink() or not entry.is_dir() or not _KEY.fullmatch(entry.name) or entry.name in needed[kind]:
+                continue
+            if any((entry / mark).exists() for mark in marks):
+                removals.append(Removal(f"{kind[:-1] if kind != 'corpora' else 'corpus'} of another key", [entry], _size(entry)))
+    for config in configs:
+        trained = layout.drafter(keys.train_key(config))
+        if not (trained / MANIFEST).is_file():
+            continue
+        path = layout.store(keys.capture_key(config))
+        if store and path.is_dir() and path not in [path for removal in removals for path in removal.paths]:
+            removals.append(Removal("store whose drafter is trained", [path], _size(path)))
+        if checkpoints and (trained / "checkpoints").is_dir():
+            removals.append(Removal("checkpoints of a trained drafter", [trained / "checkpoints"], _size(trained / "checkpoints")))
+    return removals
+
+
+def remove(removals: list[Removal]) -> None:
+    """Delete, manifests first, so that what an interruption leaves is never taken for complete."""
+    for removal in removals:
+        for path in removal.paths:
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+                continue
+            (path / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path)
