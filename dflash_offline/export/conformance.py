@@ -71,8 +71,10 @@ def require(checks: list[Check], folder: Path) -> None:
 def _run(name: str, check: Callable[[], str]) -> Check:
     try:
         return Check(name, True, check())
-    except (AssertionError, ExportError) as error:
+    except ExportError as error:
         return Check(name, False, str(error))
+    except (KeyError, ValueError, TypeError) as error:  # transformers, or a field that is not there
+        return Check(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def _expect(condition: bool, detail: str) -> None:
@@ -133,7 +135,8 @@ def _same_values(folder: Path, source: dict[str, torch.Tensor] | None) -> str:
     if source is None:
         return "no source given, not compared"
     tensors = read_tensors(folder)
-    differ = sorted(name for name, tensor in tensors.items() if not torch.equal(tensor, source[name].detach().cpu().to(torch.bfloat16)))
+    trained = {name: tensor.detach().cpu().to(torch.bfloat16) for name, tensor in source.items()}
+    differ = sorted(name for name, tensor in trained.items() if name not in tensors or not torch.equal(tensors[name], tensor))
     _expect(not differ, f"differ: {', '.join(differ[:4])}")
     return f"{len(tensors)} tensors equal, bit for bit, after rounding to bf16"
 

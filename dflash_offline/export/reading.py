@@ -231,7 +231,7 @@ def _zlab_shape(
     sizes = {size for size in (config.get("block_size"), inner.get("block_size")) if size is not None}
     if len(sizes) != 1:
         raise ExportError(
-            f"{where}: block_size is given as {sorted(sizes) or 'nothing'}; it must be there, once or equal, as servers look in different places"
+            f"{where}: block_size is given as {sorted(sizes) or 'nothing'}; it must be there once, or twice and equal"
         )
     mask = inner.get("mask_token_id", config.get("mask_token_id"))
     if mask is None:
