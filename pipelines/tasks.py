@@ -21,7 +21,7 @@ from pathlib import Path
 import luigi
 
 from dflash_offline import keys
-from dflash_offline.config import RunConfig
+from dflash_offline.config import Gpus, RunConfig
 from dflash_offline.gpus import resolve
 from dflash_offline.manifest import MANIFEST, read_json
 from dflash_offline.processes import Job
@@ -163,9 +163,8 @@ class EvaluateDrafter(RunTask):
         return target(self.layout.evaluation(self.key) / MANIFEST)
 
     def jobs(self) -> list[Job]:
-        config = self.run_config
-        gpus = config.train.gpus if config.evaluate.gpus is None else config.evaluate.gpus
-        return [stage_job(self, "evaluate", key=self.key, gpu=resolve(gpus, where="[evaluate] gpus")[0])]
+        gpu = resolve(evaluate_gpus(self.run_config), where="[evaluate] gpus")[0]
+        return [stage_job(self, "evaluate", key=self.key, gpu=gpu)]
 
 
 class WriteReport(RunTask):
@@ -200,12 +199,13 @@ class DFlashAll(luigi.WrapperTask, RunTask):
         layout, config = self.layout, self.run_config
         found = read_json(layout.evaluation(self.stage_key(keys.evaluate_key)) / "results.json")
         export = layout.export(self.stage_key(keys.export_key))
+        length = found["overall"]["acceptance_length"]
         lines = [
             f"drafter: {shown(export / config.export.formats[0])}",
             f"report: {shown(layout.report(self.key) / 'report.html')}",
-            f"acceptance length: {found['overall']['acceptance_length']:.2f}",
+            "acceptance length: not measured, [evaluate] prompts names no file" if length is None else f"acceptance length: {length:.2f}",
         ]
-        if (config.train.gpus if config.evaluate.gpus is None else config.evaluate.gpus) == "cpu":
+        if evaluate_gpus(config) == "cpu":
             lines.append("(on a CPU, drafting shows no speed-up: it is the acceptance length that carries over to a GPU)")
         return "\n".join(lines)
 
@@ -227,6 +227,11 @@ def shown(path: Path) -> str:
 def capture_gpus(config: RunConfig) -> list[str | None]:
     """The GPU of each replica."""
     return resolve(config.target.gpus, config.target.replicas, where="[target] gpus")
+
+
+def evaluate_gpus(config: RunConfig) -> Gpus:
+    """GPUs of the evaluation, of which the first is used; those of training when left out."""
+    return config.train.gpus if config.evaluate.gpus is None else config.evaluate.gpus
 
 
 def stage_job(
