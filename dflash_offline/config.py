@@ -77,6 +77,7 @@ class CorpusConfig(Section):
         min_length=1,
         description='Length buckets in tokens: everything below the first edge, then [edge, next edge). "auto" takes them from the corpus.',
     )
+    num_buckets: PositiveInt = Field(6, description='Most length buckets that bucket_edges = "auto" makes.')
     max_length: PositiveInt = Field(8192, description="Longest conversation kept whole, in tokens; must be below the last bucket edge.")
     too_long: Literal["cut", "cut_turn", "drop"] = Field(
         "cut", description="A longer one is cut at max_length, cut at its last whole turn, or dropped."
@@ -90,6 +91,10 @@ class CorpusConfig(Section):
     supervise: Literal["all", "last"] = Field("all", description="Assistant turns that are trained on: all of them, or the last one only.")
     supervise_thinking: bool = Field(True, description="Whether thinking text inside an answer is trained on.")
     strict: bool = Field(False, description="Fail on the first row that cannot be used, instead of counting it.")
+    roles: dict[str, Literal["system", "user", "assistant", "tool"]] = Field(
+        {}, description='Role names of your own data, for example { student = "user", teacher = "assistant" }.'
+    )
+    workers: PositiveInt | None = Field(None, description="Processes that tokenise; one for each core when left out.")
 
     @model_validator(mode="after")
     def _edges(self) -> "CorpusConfig":

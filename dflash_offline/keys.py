@@ -8,7 +8,7 @@ before it, so a setting of a later stage never touches an earlier one.
 stage      in its key
 =========  ==========================================================================================
 corpus     content of the conversation files; tokenizer, template and its options; [corpus] except
-           tokens_per_batch, strict
+           tokens_per_batch, strict, workers
 capture    target's config and weights; tokenizer, template; layer ids; [target] dtype; [store] codec,
            zstd, store_last_hidden. Not the corpus: rows are addressed by content inside the store
 train      corpus, capture; [drafter] (target_layer_ids resolved: writing the default out changes nothing);
@@ -24,7 +24,7 @@ from dflash_offline.config import RunConfig
 
 FORMAT = 1  # raised when a stage's output changes meaning, so that old outputs are not taken for new ones
 
-NOT_IN_CORPUS_KEY = {"files", "tokens_per_batch", "strict", "chat_template"}  # files and template go in by content
+NOT_IN_CORPUS_KEY = {"files", "tokens_per_batch", "strict", "workers", "chat_template"}  # files and template go in by content
 NOT_IN_TRAIN_KEY = {
     "gpus",
     "ranks",

@@ -1,0 +1,28 @@
+"""The stage: ``python -m dflash_offline.corpus --config run.toml [--key KEY]``."""
+
+import argparse
+
+from dflash_offline import keys
+from dflash_offline.config import RunConfig
+from dflash_offline.corpus.prepare import prepare
+from dflash_offline.layout import Layout
+from dflash_offline.plan import make_plan
+from dflash_offline.progress import Progress
+from dflash_offline.stage import run_stage
+
+
+def prepare_corpus(config: RunConfig, arguments: argparse.Namespace, progress: Progress) -> None:
+    """Prepare the corpus, then plan its capture."""
+    layout = Layout(config.root_dir)
+    corpus = prepare(config, layout.corpus(arguments.key), arguments.key, progress)
+    capture_key = keys.capture_key(config)
+    plan = make_plan(config, corpus, layout.store(capture_key), layout.plan(capture_key, arguments.key))
+    progress.say(plan.summary())
+
+
+def main(argv: list[str] | None = None) -> None:
+    run_stage("corpus", prepare_corpus, argv, key=keys.corpus_key)
+
+
+if __name__ == "__main__":
+    main()
