@@ -14,7 +14,6 @@ and no random state.
 """
 
 import contextlib
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -99,16 +98,22 @@ def save(checkpoints: Path, *, key: str, tensors: dict[str, torch.Tensor], state
         save_file({name: tensor.detach().to("cpu") for name, tensor in tensors.items()}, partial / TENSORS, metadata={"format": "pt"})
         write_json(partial / STATE, state)
         write_manifest(partial, kind=KIND, key=key)
-        os.rename(partial, final)
+        partial.rename(final)
         fsync_folder(checkpoints)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        full = isinstance(error, OSError) and error.errno in (28, 122) or "os error 28" in str(error) or "os error 122" in str(error)
-        if full:
-            raise StoreFullError(f"{final}: the disk is full; earlier checkpoints are intact. Make space and run the same command again") from None
+        if disk_is_full(error):
+            raise StoreFullError(
+                f"{final}: the disk is full; earlier checkpoints are intact. Make space, run the same command again"
+            ) from None
         raise CheckpointError(f"{final}: cannot be written ({error})") from None
     prune(checkpoints, keep=keep)
     return Checkpoint(final, state)
+
+
+def disk_is_full(error: Exception) -> bool:
+    """Whether an error means ENOSPC or EDQUOT; safetensors says so in its text only."""
+    return getattr(error, "errno", None) in (28, 122) or any(f"os error {code})" in str(error) for code in (28, 122))
 
 
 def steps(checkpoints: Path) -> list[int]:
@@ -139,7 +144,7 @@ def newest(checkpoints: Path, *, key: str) -> tuple[Checkpoint | None, list[str]
             passed_over.append(f"{folder}: {damage[0]}")
             continue
         if manifest["key"] != key:
-            raise CheckpointError(f"{folder}: belongs to key {manifest['key']}, this run has {key}; remove the folder {checkpoints} to start afresh")
+            raise CheckpointError(f"{folder}: belongs to key {manifest['key']}, this run has {key}; remove {checkpoints} to start afresh")
         return Checkpoint(folder, read_json(folder / STATE)), passed_over
     return None, passed_over
 

@@ -11,7 +11,6 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +20,8 @@ from dflash_offline.attention import BlockLayout
 from dflash_offline.config import TrainConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.dataset.order import BatchShape
-from dflash_offline.objective import Labels, draw_anchors, labels_and_weights
-from dflash_offline.store import HiddenStateStore
+from dflash_offline.objective import block_labels, draw_anchors
+from dflash_offline.store import EncodedBatch, HiddenStateStore
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class MicroBatch:
         spans: ``[start, end)`` of each row on the context axis.
         blocks: where the blocks lie; padded to the shape.
         anchor_tokens: int64 [N], the token in slot 0 of each block.
-        labels: what each slot has to predict, all [N, B].
+        labels, supervised: [N, B], what each slot has to predict, and whether it is trained; see ``objective.block_labels``.
         noise_seeds: one a row.
         read_s: time that reading and packing took.
     """
@@ -61,9 +60,10 @@ class MicroBatch:
     spans: list[tuple[int, int]]
     blocks: BlockLayout
     anchor_tokens: Tensor
-    labels: Labels
+    labels: Tensor
+    supervised: Tensor
     noise_seeds: list[int]
-    encoded: Any
+    encoded: EncodedBatch
     read_s: float
 
     @property
@@ -73,8 +73,8 @@ class MicroBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the encoded hidden states: what prefetching is bounded in."""
-        return int(self.encoded.nbytes)
+        """Host memory of the encoded hidden states: what prefetching is bounded in."""
+        return sum(array.nbytes for array in self.encoded.arrays.values())
 
 
 @dataclass
@@ -84,7 +84,8 @@ class DeviceBatch:
     hidden_states: Tensor
     blocks: BlockLayout
     anchor_tokens: Tensor
-    labels: Labels
+    labels: Tensor
+    supervised: Tensor
 
 
 class BatchLoader:
@@ -93,7 +94,6 @@ class BatchLoader:
     Args:
         stored: index in the store of each corpus row (``order.stored_indices``).
         taps: positions along the store's layers that the drafter reads, in its order.
-        gamma: decay of the slot weights.
         pin: page-locked host memory, for copies that overlap with a GPU's work.
     """
 
@@ -106,11 +106,10 @@ class BatchLoader:
         *,
         taps: list[int],
         block_size: int,
-        gamma: float,
         pin: bool,
     ) -> None:
         self.corpus, self.store, self.stored, self.train = corpus, store, stored, train
-        self.taps, self.block_size, self.gamma, self.pin = taps, block_size, gamma, pin
+        self.taps, self.block_size, self.pin = taps, block_size, pin
 
     def load(self, job: Job) -> MicroBatch:
         """Read, draw and pack one micro-batch."""
@@ -119,27 +118,27 @@ class BatchLoader:
         anchors = job.anchors
         if anchors is None:
             most = min(self.train.anchors, self.train.slots_per_batch // self.block_size)
-            anchors = [draw_anchors(row.loss_mask, most, self.train.seed, job.epoch, sample_number(row.sha256)) for row in rows]
+            anchors = [draw_anchors(row.loss_mask, most, self.train.seed, job.epoch, row.sha256) for row in rows]
         lengths = [len(row.input_ids) for row in rows]
         blocks = BlockLayout.pack(lengths, anchors, block_size=self.block_size, num_context=job.shape.context, num_blocks=job.shape.blocks)
-        input_ids = torch.from_numpy(np.concatenate([row.input_ids for row in rows]).astype(np.int64))
-        loss_mask = torch.from_numpy(np.concatenate([row.loss_mask for row in rows]))
-        labels = labels_and_weights(input_ids, loss_mask, blocks, gamma=self.gamma)
         anchor_tokens = torch.zeros(job.shape.blocks, dtype=torch.int64)
-        anchor_tokens[: blocks.num_live] = input_ids[blocks.context_end[: blocks.num_live]]
+        labels = torch.zeros(job.shape.blocks, self.block_size, dtype=torch.int64)
+        supervised = torch.zeros(job.shape.blocks, self.block_size, dtype=torch.bool)
+        block = 0
+        for row, positions in zip(rows, anchors, strict=True):
+            here = slice(block, block + len(positions))
+            wanted, trained = block_labels(row.input_ids, row.loss_mask, positions, self.block_size)
+            anchor_tokens[here] = torch.from_numpy(row.input_ids[positions].astype(np.int64))
+            labels[here], supervised[here] = torch.from_numpy(wanted), torch.from_numpy(trained)
+            block = here.stop
         if self.pin:
-            anchor_tokens, blocks = anchor_tokens.pin_memory(), blocks.pin()
-            labels = Labels(labels.tokens.pin_memory(), labels.supervised.pin_memory(), labels.weights.pin_memory())
+            anchor_tokens, labels, supervised = anchor_tokens.pin_memory(), labels.pin_memory(), supervised.pin_memory()
+            blocks = blocks.pin()
         ends = np.cumsum(lengths).tolist()
         spans = list(zip([0, *ends[:-1]], ends, strict=True))
         seeds = [noise_seed(self.train.seed, job.epoch, row.sha256) for row in rows]
         encoded = self.store.read_encoded(self.stored[np.asarray(job.rows, dtype=np.int64)].tolist(), self.taps)
-        return MicroBatch(job, spans, blocks, anchor_tokens, labels, seeds, encoded, time.perf_counter() - began)
-
-
-def sample_number(sample_id: bytes) -> int:
-    """A row's content hash as the number that its anchors are drawn from."""
-    return int.from_bytes(sample_id[:8], "little")
+        return MicroBatch(job, spans, blocks, anchor_tokens, labels, supervised, seeds, encoded, time.perf_counter() - began)
 
 
 def noise_seed(seed: int, epoch: int, sample_id: bytes) -> int:
@@ -162,11 +161,8 @@ def to_device(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype, nu
     hidden[:num_tokens] = decoded
     if noise > 0:
         add_noise(hidden, batch.spans, batch.noise_seeds, amount=noise, num_taps=num_taps)
-    tokens, supervised, weights = (
-        array.to(device, non_blocking=True) for array in (batch.labels.tokens, batch.labels.supervised, batch.labels.weights)
-    )
-    anchor_tokens, blocks = batch.anchor_tokens.to(device, non_blocking=True), batch.blocks.to(device, non_blocking=True)
-    return DeviceBatch(hidden, blocks, anchor_tokens, Labels(tokens, supervised, weights))
+    moved = (array.to(device, non_blocking=True) for array in (batch.anchor_tokens, batch.labels, batch.supervised))
+    return DeviceBatch(hidden, batch.blocks.to(device, non_blocking=True), *moved)
 
 
 def add_noise(hidden: Tensor, spans: Sequence[tuple[int, int]], seeds: Sequence[int], *, amount: float, num_taps: int) -> None:

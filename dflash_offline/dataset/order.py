@@ -13,6 +13,7 @@ from dflash_offline.buckets import epoch_order
 from dflash_offline.config import TrainConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.errors import TrainError
+from dflash_offline.objective import anchor_candidates
 from dflash_offline.store import HiddenStateStore
 
 _CONTEXT_MULTIPLE = 128  # context tokens of a shape are rounded up to this (a tile of the attention kernel)
@@ -38,7 +39,7 @@ class Step:
     Attributes:
         number: from 0.
         epoch: from 0; anchors and noise are drawn from it.
-        position: epochs done when the step starts, a fraction.
+        position: epochs done when the step is, a fraction.
         micro_batches: row numbers of each, all of one bucket; rank r of R takes numbers r, r + R, r + 2R ...
     """
 
@@ -71,8 +72,7 @@ def count_candidates(corpus: Corpus, rows: Sequence[int] | np.ndarray) -> np.nda
     """Usable anchors of each row, positions p with ``loss_mask[p] and loss_mask[p + 1]``: int64 [rows]."""
     counts = np.zeros(len(rows), dtype=np.int64)
     for i, row in enumerate(rows):
-        mask = corpus.row(int(row)).loss_mask != 0
-        counts[i] = np.count_nonzero(mask[:-1] & mask[1:])
+        counts[i] = len(anchor_candidates(corpus.row(int(row)).loss_mask))
     return counts
 
 
@@ -160,7 +160,7 @@ class TrainingOrder:
         within = number - (self._ends[epoch - 1] if epoch else 0)
         order = self._epoch(epoch)
         micro_batches = [self.rows[rows] for rows in order[within]]
-        return Step(number, epoch, epoch + within / len(order), int(self._buckets[order[within][0][0]]), micro_batches)
+        return Step(number, epoch, epoch + (within + 1) / len(order), int(self._buckets[order[within][0][0]]), micro_batches)
 
 
 def _round_up(number: int, multiple: int) -> int:

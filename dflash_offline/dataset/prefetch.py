@@ -48,12 +48,13 @@ class Prefetcher(Generic[Job, Item]):
         try:
             for job in self._jobs:
                 item = self._load(job)
+                size = item.nbytes
                 with self._changed:
-                    self._changed.wait_for(lambda size=item.nbytes: self._closed or not self._ready or self._held_bytes + size <= self._max_bytes)
+                    self._changed.wait_for(lambda size=size: self._closed or not self._ready or self._held_bytes + size <= self._max_bytes)
                     if self._closed:
                         return
                     self._ready.append(item)
-                    self._held_bytes += item.nbytes
+                    self._held_bytes += size
                     self._changed.notify_all()
         except BaseException as error:  # handed to the thread that takes; a reader that died must not look like the end
             self._error = error

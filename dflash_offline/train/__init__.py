@@ -17,6 +17,7 @@ them it is the only one. Rank 0 writes all files. Weights, optimiser and gradien
 
 import argparse
 
+from dflash_offline.buckets import count_text
 from dflash_offline.config import RunConfig
 from dflash_offline.progress import Progress
 
@@ -44,8 +45,9 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
         trainer.resume()
         if ranks.first:
             progress.say(
-                f"training {setup.weights.numel / 1e6:.1f}M parameters on {len(setup.order.rows)} conversations, {setup.order.total_steps} steps, "
-                f"{ranks.size} rank{'s' if ranks.size > 1 else ''} on {device.type}, attention {setup.machine['attention']}"
+                f"training {count_text(setup.weights.numel)} parameters on {len(setup.order.rows)} conversations: "
+                f"{setup.order.total_steps} steps, {ranks.size} rank{'s' if ranks.size > 1 else ''} on {setup.machine['device']}, "
+                f"attention {setup.machine['attention']}"
             )
         trainer.run()
         if ranks.first:

@@ -14,6 +14,7 @@ import numpy as np
 
 from dflash_offline.corpus import Corpus
 from dflash_offline.dataset import BatchShape, Job
+from dflash_offline.objective import anchor_candidates
 from dflash_offline.replay import answers
 
 RESAMPLES = 1000
@@ -24,12 +25,6 @@ def choose_rows(corpus: Corpus, most: int) -> list[int]:
     """Up to ``most`` held-out rows, by the order of their content hashes: the same whatever the order of the files."""
     rows = np.flatnonzero(np.asarray(corpus.heldout)).tolist()
     return sorted(rows, key=lambda row: corpus.hashes[row].tobytes())[:most]
-
-
-def candidates(loss_mask: np.ndarray) -> np.ndarray:
-    """Positions p with ``loss_mask[p] and loss_mask[p + 1]``, rising."""
-    mask = np.asarray(loss_mask) != 0
-    return np.flatnonzero(mask[:-1] & mask[1:])
 
 
 def shape_for(length: int, shapes: Sequence[BatchShape], *, tokens_per_batch: int, blocks: int) -> BatchShape:
@@ -56,7 +51,7 @@ def jobs(corpus: Corpus, rows: Sequence[int], shapes: Sequence[BatchShape], *, t
             packed, context_left, blocks_left = [], shape.context, shape.blocks
 
         for row in members:
-            positions, length = candidates(corpus.row(row).loss_mask), int(corpus.lengths[row])
+            positions, length = anchor_candidates(corpus.row(row).loss_mask), int(corpus.lengths[row])
             while len(positions):
                 if context_left < length or blocks_left == 0:
                     close()
@@ -109,12 +104,12 @@ class Scores:
         assert self.slots_right is not None and self.slots_total is not None and self.weight_sum > 0, "nothing was evaluated"
         streaks = [streak for by_position in self.streaks.values() for streak in by_position.values()]
         streak = sum(streaks) / len(streaks)
-        walked = [walk(by_position, answers(corpus.row(row).loss_mask)) for row, by_position in sorted(self.streaks.items())]
+        walked = [walk(by_position, answers(np.array(corpus.row(row).loss_mask))) for row, by_position in sorted(self.streaks.items())]
         tokens, steps = np.array([each[0] for each in walked]), np.array([each[1] for each in walked])
         found: dict[str, Any] = {
             "loss": self.loss_sum / self.weight_sum,
             "acc": float(self.slots_right.sum() / self.slots_total.sum()),
-            "acc_per_slot": [float(right / total) if total else None for right, total in zip(self.slots_right, self.slots_total, strict=True)],
+            "acc_per_slot": [float(r / t) if t else None for r, t in zip(self.slots_right, self.slots_total, strict=True)],
             "streak": streak,
             "tau": streak + 1,
             "tau_replay": None,
@@ -150,5 +145,3 @@ def bootstrap(tokens: np.ndarray, steps: np.ndarray) -> list[float]:
     totals, counts = tokens[drawn].sum(1), steps[drawn].sum(1)
     ratios = totals[counts > 0] / counts[counts > 0]
     return [float(each) for each in np.percentile(ratios, INTERVAL)]
-
-

@@ -10,7 +10,6 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from dflash_offline import checkpoint
-from dflash_offline.dataset import Job, MicroBatch, Prefetcher, Step, to_device
+from dflash_offline.dataset import DeviceBatch, Job, MicroBatch, Prefetcher, Step, to_device
 from dflash_offline.errors import CheckpointError, TrainError
 from dflash_offline.objective import LossOutput, block_loss, streaks
 from dflash_offline.optimizer import lr_at, noise_at, state_tensors
@@ -81,19 +80,23 @@ class Trainer:
 
     # ---- one step
 
-    def losses(self, batch: MicroBatch, *, noise: float) -> LossOutput:
-        """Forward pass and loss of one micro-batch on the device."""
+    def move(self, batch: MicroBatch, *, noise: float) -> DeviceBatch:
+        """A micro-batch, decoded, on the training device."""
+        taps = len(self.setup.shape.target_layer_ids)
+        return to_device(batch, device=self.setup.device, dtype=self.setup.dtype, num_taps=taps, noise=noise)
+
+    def losses(self, batch: DeviceBatch) -> LossOutput:
+        """Forward pass and loss of one micro-batch."""
         setup = self.setup
-        moved = to_device(batch, device=setup.device, dtype=setup.dtype, num_taps=len(setup.shape.target_layer_ids), noise=noise)
         hidden = setup.drafter(
-            moved.hidden_states,
-            setup.embedding[moved.anchor_tokens],
-            moved.blocks,
+            batch.hidden_states,
+            setup.embedding[batch.anchor_tokens],
+            batch.blocks,
             mask_embedding=self.mask_embedding,
             trained_slots_only=True,
         )
-        self.supervised = moved.labels.supervised
-        return block_loss(hidden, setup.head, moved.labels, objective=setup.objective, num_live=batch.blocks.num_live)
+        live = batch.blocks.num_live
+        return block_loss(hidden, setup.head, batch.labels, batch.supervised, objective=setup.objective, num_live=live)
 
     def train_step(self, step: Step, batches: list[MicroBatch], *, began: float, waited_s: float) -> None:
         """One optimiser step from this rank's micro-batches of it (none is fine).
@@ -109,14 +112,15 @@ class Trainer:
         for batch in batches:
             if batch is batches[-1]:
                 self.gradients.start()
-            out = self.losses(batch, noise=noise)
+            moved = self.move(batch, noise=noise)
+            out = self.losses(moved)
             out.loss_sum.backward()
-            self._count(statistics, batch, out)
+            self._count(statistics, batch.job.number, moved, out)
         if not batches:
             self.gradients.start()
         for place, value in (
             (TOKENS, sum(batch.num_tokens for batch in batches)),
-            (READ_BYTES, sum(batch.nbytes for batch in batches)),
+            (READ_BYTES, sum(batch.encoded.num_bytes for batch in batches)),
             (WAITED_S, waited_s),
             (READ_S, sum(batch.read_s for batch in batches)),
             (STOP, float(self.stop_asked)),
@@ -138,16 +142,16 @@ class Trainer:
         if ready is None:
             self._settle()
 
-    def _count(self, statistics: torch.Tensor, batch: MicroBatch, out: LossOutput) -> None:
-        correct, supervised = out.correct[:, 1:], self.supervised[:, 1:]
+    def _count(self, statistics: torch.Tensor, number: int, batch: DeviceBatch, out: LossOutput) -> None:
+        correct, supervised = out.correct[:, 1:], batch.supervised[:, 1:]
         live = batch.blocks.num_live
         statistics[LOSS] += out.loss_sum.detach()
         statistics[WEIGHT] += out.weight_sum
         statistics[BLOCKS] += live
-        statistics[STREAK] += streaks(out.correct, self.supervised)[:live].sum()
+        statistics[STREAK] += streaks(out.correct, batch.supervised)[:live].sum()
         statistics[FIXED : FIXED + self.slots] += correct.sum(0)
         statistics[FIXED + self.slots : FIXED + 2 * self.slots] += supervised.sum(0)
-        statistics[FIXED + 2 * self.slots + batch.job.number] = out.loss_sum.detach()
+        statistics[FIXED + 2 * self.slots + number] = out.loss_sum.detach()
 
     def _settle(self) -> None:
         """Read the pending step's statistics: stop if it diverged, else write its row."""
@@ -291,13 +295,13 @@ class Trainer:
         with Prefetcher(mine, self.setup.loader.load) as reader:
             for job in mine:
                 batch = reader.take()
-                out, live = self.losses(batch, noise=0.0), batch.blocks.num_live
+                out, live = self.losses(self.move(batch, noise=0.0)), batch.blocks.num_live
                 scores.add(
                     job,
                     loss_sum=float(out.loss_sum),
                     weight_sum=float(out.weight_sum),
                     correct=out.correct[:live, 1:].cpu().numpy(),
-                    supervised=batch.labels.supervised[:live, 1:].numpy(),
+                    supervised=batch.supervised[:live, 1:].numpy(),
                 )
         self.setup.weights.refresh()
         whole = heldout.Scores()
@@ -328,7 +332,8 @@ class Trainer:
             "machine": self.setup.machine,
         }
         tensors = state_tensors(weights, self.setup.optimizer)
-        checkpoint.save(self.setup.folder / "checkpoints", key=self.setup.key, tensors=tensors, state=state, keep=self.train.keep_checkpoints)
+        folder = self.setup.folder / "checkpoints"
+        checkpoint.save(folder, key=self.setup.key, tensors=tensors, state=state, keep=self.train.keep_checkpoints)
         self.progress.update(text="training", force=True)
 
     def resume(self) -> None:
@@ -347,15 +352,17 @@ class Trainer:
             stored = found.state["facts"]
             for name, value in setup.facts.items():
                 if stored.get(name) != value:
-                    raise CheckpointError(f"{found.folder}: {name} was {stored.get(name)!r} and is {value!r} now; remove {checkpoints} to start afresh")
+                    change = f"{name} was {stored.get(name)!r} and is {value!r} now"
+                    raise CheckpointError(f"{found.folder}: {change}; remove {checkpoints} to start afresh")
             found.load_into(state_tensors(setup.weights, setup.optimizer))
             setup.optimizer.set_steps_taken(found.state["updates"])
             setup.weights.refresh()
             self.first_step = self.next_step = found.step
             self.earlier_s, self.total_tokens = found.state["elapsed_s"], found.state["tokens"]
             for name, value in setup.machine.items():
-                if found.state["machine"].get(name) != value:
-                    say(f"note: {name} was {found.state['machine'].get(name)} before and is {value} now; losses may differ in the last digits")
+                before = found.state["machine"].get(name)
+                if before != value:
+                    say(f"note: {name} was {before} before and is {value} now; losses may differ in the last digits")
             say(f"resuming at step {found.step} of {self.order.total_steps}" + self._ranks_changed(found.state["ranks"]))
         if self.ranks.first:
             checkpoint.discard_after(checkpoints, self.next_step)

@@ -1,6 +1,5 @@
 """What training leaves: ``drafter/model.safetensors``, ``drafter/shape.json`` and, last, the manifest."""
 
-import os
 from typing import Any
 
 import torch
@@ -35,10 +34,11 @@ def write(setup: Setup, ranks: Ranks) -> dict[str, Any]:
         save_file(tensors, temporary, metadata={"format": "pt"})
     except Exception as error:
         temporary.unlink(missing_ok=True)
-        if "os error 28" in str(error) or "os error 122" in str(error) or getattr(error, "errno", None) in (28, 122):
-            raise StoreFullError(f"{folder / WEIGHTS}: the disk is full; checkpoints are intact. Make space, run the same command again") from None
+        if checkpoint.disk_is_full(error):
+            text = "the disk is full; checkpoints are intact. Make space, run the same command again"
+            raise StoreFullError(f"{folder / WEIGHTS}: {text}") from None
         raise
-    os.replace(temporary, folder / WEIGHTS)
+    temporary.replace(folder / WEIGHTS)
     write_json(folder / SHAPE, setup.shape.to_dict())
     rows = read_metrics(folder / METRICS)
     trained = [row for row in rows if "loss" in row]

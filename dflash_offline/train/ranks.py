@@ -74,7 +74,8 @@ class Ranks:
             )
         except (dist.DistError, RuntimeError, ValueError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise TrainError(f"rank {self.rank} of {self.size}: cannot meet the other ranks at {where} ({str(error).splitlines()[0]})") from None
+            reason = str(error).splitlines()[0]
+            raise TrainError(f"rank {self.rank} of {self.size}: cannot meet the other ranks at {where} ({reason})") from None
         self.joined = True
 
     def leave(self) -> None:
@@ -108,7 +109,10 @@ class Ranks:
             values = [other.get(name) for other in everyone]
             for rank, value in enumerate(values):
                 if value != values[0]:
-                    raise TrainError(f"ranks differ in {name}: rank 0 has {values[0]!r}, rank {rank} has {value!r}; start all ranks from the same code and run file")
+                    raise TrainError(
+                        f"ranks differ in {name}: rank 0 has {values[0]!r}, rank {rank} has {value!r}; "
+                        "start all ranks from the same code and run file"
+                    )
 
 
 class GradientSum:

@@ -2,7 +2,8 @@
 
 ::
 
-    [14m] step=8 loss=9.81 acc=0.031 streak=0.12 tau=1.12 lr=6.0e-05 noise=0.0003 | read=412MB/s wait=1% train=23.5Ktok/s | epoch~0.01 ETA=1.3h
+    [14m] step=8 loss=9.81 acc=0.031 streak=0.12 tau=1.12 lr=6.0e-05 noise=0.0003
+          | read=412MB/s wait=1% train=23.5Ktok/s | epoch~0.01 ETA=1.3h           (one line)
 
 ``loss``, ``acc``, ``streak`` are of that one step, over all ranks (``acc``: right among all trained slots; ``streak``:
 leading right slots of a block; ``tau = streak + 1``). ``read``, ``wait`` and ``train`` are over the time since the line
@@ -39,16 +40,18 @@ def duration(seconds: float) -> str:
 def status_line(row: Mapping[str, Any]) -> str:
     """The line of one metrics row (shape: see the module's docstring)."""
     return (
-        f"[{duration(row['elapsed_s'])}] step={row['step']} loss={row['loss']:.2f} acc={row['acc']:.3f} streak={row['streak']:.2f} "
-        f"tau={row['tau']:.2f} lr={row['lr']:.1e} noise={row['noise']:.4f} | read={row['read_bytes_per_s'] / 1e6:.0f}MB/s "
-        f"wait={100 * row['wait_share']:.0f}% train={row['tokens_per_s'] / 1e3:.1f}Ktok/s | epoch~{row['epoch']:.2f} ETA={duration(row['eta_s'])}"
+        f"[{duration(row['elapsed_s'])}] step={row['step']} loss={row['loss']:.2f} acc={row['acc']:.3f} "
+        f"streak={row['streak']:.2f} tau={row['tau']:.2f} lr={row['lr']:.1e} noise={row['noise']:.4f} | read={row['read_bytes_per_s'] / 1e6:.0f}MB/s "
+        f"wait={100 * row['wait_share']:.0f}% train={row['tokens_per_s'] / 1e3:.1f}Ktok/s "
+        f"| epoch~{row['epoch']:.2f} ETA={duration(row['eta_s'])}"
     )
 
 
 def heldout_line(row: Mapping[str, Any]) -> str:
     """The line of one evaluation row."""
     held = row["heldout"]
-    line = f"[{duration(row['elapsed_s'])}] step={row['step']} held-out: loss={held['loss']:.2f} acc={held['acc']:.3f} tau={held['tau']:.2f}"
+    line = f"[{duration(row['elapsed_s'])}] step={row['step']} held-out: loss={held['loss']:.2f} acc={held['acc']:.3f}"
+    line += f" tau={held['tau']:.2f}"
     if held["tau_replay"] is not None:
         low, high = held["tau_replay_interval"]
         line += f" tau_replay={held['tau_replay']:.2f} [{low:.2f}, {high:.2f}]"

@@ -98,16 +98,15 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
     # checksums are read once, by rank 0, before the ranks meet; the others look at sizes
     store = HiddenStateStore(layout.store(keys.capture_key(config)), verify=config.store.verify if ranks.first else "sizes")
     stored = stored_indices(corpus, store)
-    captured, wanted = identity.capture_layer_ids(config), identity.drafter_layer_ids(config)
+    wanted = identity.drafter_layer_ids(config)
     order = TrainingOrder(corpus, train, block_size=config.drafter.block_size)
     loader = BatchLoader(
         corpus,
         store,
         stored,
         train,
-        taps=[captured.index(layer) for layer in wanted],
+        taps=store.positions(wanted),
         block_size=config.drafter.block_size,
-        gamma=config.gamma,
         pin=device.type == "cuda",
     )
     folder = demo.ensure_converted() if config.target.model == DEMO_MODEL else identity.target_folder(config)
@@ -131,7 +130,7 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
         drafter=drafter,
         embedding=embedding,
         head=FrozenHead(head, precision=train.head_precision),
-        objective=Objective(loss=train.loss, dpace_alpha=train.dpace_alpha),
+        objective=Objective(loss=train.loss, gamma=config.gamma, dpace_alpha=train.dpace_alpha),
         weights=weights,
         optimizer=AdamW(weights, betas=train.betas, weight_decay=train.weight_decay),
         facts={
@@ -143,7 +142,12 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
             "batch_shapes": [str(each) for each in order.shapes.values()],
             "parameters": weights.numel,
         },
-        machine={"torch": torch.__version__, "cuda": torch.version.cuda, "device": device_name(device), "attention": drafter.attention.name},
+        machine={
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "device": device_name(device),
+            "attention": drafter.attention.name,
+        },
     )
 
 

@@ -1,0 +1,102 @@
+"""Compiled kernels: where they are kept, and making them before the ranks meet.
+
+Every shape of micro-batch gets one forward and backward pass before any rank talks to another, so that no rank can
+wait in a reduction for one that is still compiling. The first process on a host compiles under a file lock; the others
+wait, then load what it left in the shared cache.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_offline.errors import TrainError
+from dflash_offline.manifest import digest
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+TRITON_CACHE = "TRITON_CACHE_DIR"
+
+
+def use_cache_folder(device: torch.device) -> tuple[Path, str | None]:
+    """Name the folder of compiled kernels for this process and its children: one per host, torch build and GPU model.
+
+    TORCHINDUCTOR_CACHE_DIR is respected. Otherwise it lies in the temporary folder, which is a local disk almost
+    everywhere (a home folder often is not), and belongs to this user alone. Where it cannot be written a new temporary
+    folder takes its place.
+
+    Returns:
+        The folder, and a line to print when it is not the usual one.
+    """
+    if given := os.environ.get(CACHE):
+        return Path(given), None
+    build = f"{socket.gethostname()}-torch{torch.__version__}-{torch.cuda.get_device_name(device)}"
+    folder = Path(tempfile.gettempdir()) / f"dflash-offline-{os.getuid()}" / re.sub(r"[^A-Za-z0-9.+_-]+", "-", build)
+    said = None
+    try:
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        if folder.parent.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder.parent} is another user's")
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        fallback = Path(tempfile.mkdtemp(prefix="dflash-offline-kernels-"))
+        said = f"note: compiled kernels cannot be kept in {folder} ({error}); using {fallback}, so they are compiled again next time"
+        folder = fallback
+    os.environ[CACHE] = str(folder)
+    os.environ.setdefault(TRITON_CACHE, str(folder / "triton"))
+    return folder, said
+
+
+@contextlib.contextmanager
+def compiling(folder: Path, what: Any) -> Iterator[bool]:
+    """Hold the folder's lock: alone while ``what`` (any JSON value) was never compiled there, else beside others.
+
+    Yields whether this process is the first.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = folder / f"{digest(what)}.compiled"
+    with (folder / "compile.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        first = not mark.exists()
+        if not first:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield first
+        if first:
+            mark.touch()
+
+
+def refuse_traced_compiles() -> None:
+    """
+    Raises:
+        TrainError: a setting is on that silently runs dense attention in place of the compiled kernel.
+    """
+    name = "force_compile" + "_during_fx_trace"
+    if getattr(torch._dynamo.config, name, False):
+        raise TrainError(f"torch._dynamo.config.{name} is on: attention would run several times slower without a word; leave it off")
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def warm_up(folder: Path, what: Any, passes: dict[str, Callable[[], None]]) -> str:
+    """Run every pass once (see the module's docstring); returns a line to print."""
+    began = time.monotonic()
+    with compiling(folder, what) as first:
+        got_lock = time.monotonic()
+        for run in passes.values():
+            run()
+        torch.cuda.synchronize()
+    seconds = time.monotonic() - got_lock
+    waited = f", after waiting {got_lock - began:.0f}s for another process to compile" if got_lock - began > 1 else ""
+    return f"{'compiled' if first else 'loaded'} kernels for {len(passes)} shapes in {seconds:.1f}s{waited} ({folder})"
