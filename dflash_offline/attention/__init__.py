@@ -3,6 +3,8 @@
 ========================  =======================================================================================
 ``blocks.py``             :class:`BlockLayout` (blocks as intervals of the context axis) and the rule as a dense mask
 ``dense.py``              ``eager`` (reference) and ``sdpa`` (CPU)
+``flex.py``               ``flex``: compiled block-sparse flex_attention
+``select.py``             paths by name
 ========================  =======================================================================================
 
 A path is an object with ``plan(blocks, window)``, made once per micro-batch and window, and

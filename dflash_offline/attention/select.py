@@ -35,4 +35,8 @@ def make_attention(name: str) -> Attention:
             return EagerAttention()
         case "sdpa":
             return SdpaAttention()
-    raise TrainError(f"attention = {name!r} is not known; known are eager, sdpa")
+        case "flex":
+            from dflash_offline.attention.flex import FlexAttention  # its import takes seconds, and a CPU does without
+
+            return FlexAttention()
+    raise TrainError(f"attention = {name!r} is not known; known are eager, sdpa, flex")
