@@ -121,7 +121,7 @@ def test_unknown_path_is_refused_with_the_known_ones():
         make_attention("flash")
 
 
-@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("window", [None, 450])
 @pytest.mark.parametrize("size", [16, 10])
 def test_flex_tiles_are_those_of_the_dense_mask(size, window):
     """A tile left out would be a silent loss of context, a tile wrongly called full a leak; neither shows on a CPU run."""
