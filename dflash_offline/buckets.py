@@ -113,9 +113,10 @@ def bucket_table(lengths: np.ndarray, edges: Sequence[int], *, tokens_per_batch:
         low, high = bucket_range(b, edges)
         padded = sum(int(lengths[batch[0]]) * len(batch) for batch in batches)
         tokens = int(lengths[buckets == b].sum())
+        share, waste = 100 * len(batches) / max(1, total), 100 * (1 - tokens / padded) if padded else 0.0
         lines.append(
-            f"Bucket {b} [{low:>{width}},{high:>{width}}): {len(batches):>6} batches ({100 * len(batches) / max(1, total):>5.1f}%)"
-            f" {int((buckets == b).sum()):>8} rows {count_text(tokens):>7} tokens  padding {100 * (1 - tokens / padded) if padded else 0:>4.1f}%"
+            f"Bucket {b} [{low:>{width}},{high:>{width}}): {len(batches):>6} batches ({share:>5.1f}%)"
+            f" {int((buckets == b).sum()):>8} rows {count_text(tokens):>7} tokens  padding {waste:>4.1f}%"
         )
     return lines
 

@@ -213,6 +213,6 @@ def _committed(store_path: Path) -> dict[bytes, tuple[str, int]]:
 def _locked(folder: Path) -> Iterator[None]:
     """Two corpora planned at once must not give out the same part numbers."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
+    with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

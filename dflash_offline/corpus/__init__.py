@@ -15,8 +15,8 @@ In reading order:
 ``python -m dflash_offline.corpus`` is the stage: it prepares the corpus and plans its capture.
 """
 
-from dflash_offline.corpus.preview import Peek, peek, render
 from dflash_offline.corpus.prepare import corpus_files, prepare
+from dflash_offline.corpus.preview import Peek, peek, render
 from dflash_offline.corpus.schema import Conversation, RowRejected, parse_row
 from dflash_offline.corpus.storage import Corpus, CorpusRow, row_hash
 

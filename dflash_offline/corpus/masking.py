@@ -218,9 +218,7 @@ def _compose(
             answer = answer[len(opened[0]) :].lstrip("\n") if answer.startswith(opened[0]) else answer
         else:
             return None
-    elif inline and not closed:
-        answer = content
-    elif closed and not inline and not reasoning:
+    elif (inline and not closed) or (closed and not inline and not reasoning):
         answer = content
     else:
         return None

@@ -35,7 +35,7 @@ def prepare(config: RunConfig, folder: Path, key: str, progress: Progress) -> Co
     if (folder / MANIFEST).exists():
         return Corpus.open(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / f".{folder.name}.lock", "w") as lock:
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -201,10 +201,10 @@ def summary(content: dict[str, Any], lengths: np.ndarray, *, tokens_per_batch: i
         lines.extend(f"    {example}" for example in content["rejected_examples"].get(reason, []))
     lines.extend(f"  note {count:>11}: {note}" for note, count in content["notes"].items())
     methods = ", ".join(f"{method} {count}" for method, count in content["mask_methods"].items())
+    share = 100 * counts["supervised_tokens"] / counts["tokens"]
     lines.append(
-        f"{counts['rows']} rows, {count_text(counts['tokens'])} tokens, {100 * counts['supervised_tokens'] / counts['tokens']:.1f}% supervised "
-        f"(answers by mask method: {methods}); {counts['truncated_rows']} answers without end marker; "
-        f"{counts['heldout_rows']} rows held out; {counts['duplicate_rows']} duplicates"
+        f"{counts['rows']} rows, {count_text(counts['tokens'])} tokens, {share:.1f}% supervised (answers by mask method: {methods}); "
+        f"{counts['truncated_rows']} answers without end marker; {counts['heldout_rows']} rows held out; {counts['duplicate_rows']} duplicates"
     )
     lines.extend(bucket_table(lengths, content["bucket_edges"], tokens_per_batch=tokens_per_batch))
     return lines

@@ -14,7 +14,6 @@ import gzip
 import io
 import json
 import lzma
-import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -59,7 +58,7 @@ class _Source(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self.path, self.position, self.digest = path, 0, xxhash.xxh3_128()
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self._file = path.open("rb", buffering=0)
 
     def readable(self) -> bool:
         return True
@@ -91,7 +90,7 @@ def read_file(path: Path, file_index: int, *, digest: str | None = None) -> Iter
     """
     try:
         before = _stamp(path)
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             head = file.read(1 << 16)
         if not head:
             return
@@ -112,7 +111,7 @@ def read_file(path: Path, file_index: int, *, digest: str | None = None) -> Iter
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    stat = os.stat(path)
+    stat = path.stat()
     return stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
 
 

@@ -143,7 +143,7 @@ class CorpusWriter:
     def __enter__(self) -> "CorpusWriter":
         for name in (*TOKEN_ARRAYS, *ROW_ARRAYS):
             if name not in ("buckets", "heldout"):
-                self._files[name] = self._stack.enter_context(open(self.folder / f"{name}.bin", "wb", buffering=1 << 20))
+                self._files[name] = self._stack.enter_context((self.folder / f"{name}.bin").open("wb", buffering=1 << 20))
         return self
 
     def __exit__(self, *exception: object) -> None:

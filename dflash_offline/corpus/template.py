@@ -195,9 +195,14 @@ class ChatTemplate:
         if mark is None:
             raise RowRejected("private-use characters", "the text uses every character that control strings could be marked with")
 
+        def split(match: re.Match[str]) -> str:
+            if len(match[0]) == 1:
+                raise RowRejected("control string in text", f"{match[0]!r} is one character and cannot be told from the template's own")
+            return match[0][0] + mark + match[0][1:]
+
         def marked(value: Any, pattern: re.Pattern[str]) -> Any:
             if isinstance(value, str):
-                return pattern.sub(lambda match: match[0][0] + mark + match[0][1:], value)
+                return pattern.sub(split, value)
             if isinstance(value, dict):
                 return {key: item if key in ("role", "type") else marked(item, pattern) for key, item in value.items()}
             return [marked(item, pattern) for item in value] if isinstance(value, list) else value
@@ -312,7 +317,8 @@ def check_ids(ids: np.ndarray, template: ChatTemplate, where: Path | str) -> Non
     limit = template.source.num_embeddings
     if limit is not None and len(ids) and int(ids.max()) >= limit:
         number = int(ids.max())
+        token = template.tokenizer.id_to_token(number)
         raise CorpusError(
-            f"{where}: the tokenizer gives id {number} ({template.tokenizer.id_to_token(number)!r}), but the target has {limit} embedding rows; "
+            f"{where}: the tokenizer gives id {number} ({token!r}), but the target has {limit} embedding rows; "
             "tokenizer and target do not belong together"
         )
