@@ -35,10 +35,9 @@ class Owner:
     started: str
     what: str
 
-    @property
-    def is_gone(self) -> bool:
+    def is_gone(self, *, seen_by: "Owner") -> bool:
         """Whether it certainly no longer runs. Of another machine's process nothing is certain."""
-        if self.host != socket.gethostname() or self.machine != machine_identity():
+        if (self.host, self.machine) != (seen_by.host, seen_by.machine):
             return False
         return process_start(self.pid) != self.started
 
@@ -62,7 +61,7 @@ def machine_identity() -> str:
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with contextlib.suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/pid"))
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
     return " ".join(parts)
 
 
@@ -137,7 +136,7 @@ class Leases:
         self.owner = Owner(host or socket.gethostname(), machine_identity(), os.getpid(), process_start(os.getpid()), what)
         self._clock = self.folder / f".clock-{self.owner.host}-{self.owner.pid}"
         self._held: dict[str, Lease] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may release what its own thread is claiming
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -187,7 +186,7 @@ class Leases:
                 continue
             except (OSError, ValueError, TypeError):  # created a moment ago, its owner's name not yet in it; or cut by a full disk
                 owner = None
-            free = beat == 0 or now - beat > self.expires_s or (owner is not None and owner.is_gone)
+            free = beat == 0 or now - beat > self.expires_s or (owner is not None and owner.is_gone(seen_by=self.owner))
             holdings[name] = Holding(generation, owner, max(0.0, now - beat), free)
         return holdings
 

@@ -1,0 +1,160 @@
+"""One part on its way to the disk.
+
+The target's batches go in by ``put``; a thread takes the rows out of them on a stream of its own, checks them and hands
+them to the store's writer, which encodes where they lie. What waits in between is bounded over all jobs of a replica,
+so the forward passes wait only when the disk cannot keep up, and that time is counted.
+
+Tensor legend: B rows, T tokens, K taps, H hidden.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dflash_offline.capture.forward import Batch
+from dflash_offline.errors import TargetError
+from dflash_offline.leases import Lease
+from dflash_offline.store import PartWriter
+
+if TYPE_CHECKING:
+    from dflash_offline.corpus import Corpus
+
+
+class LeaseLostError(Exception):
+    """Another process took the part over while this one was stopped or slow. Not an error of the user's."""
+
+
+class Backlog:
+    """Bounds what waits to be written, in batches, over all jobs of a replica; counts the time spent waiting for room."""
+
+    def __init__(self, batches: int) -> None:
+        self._room = threading.Semaphore(batches)
+        self.waited_s = 0.0
+
+    def enter(self, gave_up: Callable[[], bool]) -> bool:
+        """Take room for a batch, as soon as there is some; False when ``gave_up`` says that it is no longer wanted."""
+        start = time.monotonic()
+        while not self._room.acquire(timeout=0.2):
+            if gave_up():
+                return False
+        self.waited_s += time.monotonic() - start
+        return True
+
+    def leave(self) -> None:
+        self._room.release()
+
+
+class PartJob:
+    """Writes one part. ``put`` batches in the order of the plan, then ``finish``; ``error`` tells what went wrong.
+
+    Args:
+        writer: entered already; its ``resume_sample`` says how many samples are there.
+        lease: asked before every batch and before the commit.
+    """
+
+    def __init__(
+        self, writer: PartWriter, lease: Lease, corpus: "Corpus", backlog: Backlog, *, layer_ids: list[int], device: torch.device
+    ) -> None:
+        self.writer, self.lease, self._corpus, self._backlog = writer, lease, corpus, backlog
+        self._layer_ids, self._device = layer_ids, device
+        self._queue: queue.Queue[tuple[list[int], Batch] | dict[str, Any] | None] = queue.Queue()
+        self.error: BaseException | None = None
+        self.tokens = 0
+        self._next = 0  # sample of the part that comes next
+        self._thread = threading.Thread(target=self._run, name=lease.name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def put(self, rows: list[int], batch: Batch) -> None:
+        """Hand over the batch of these corpus rows; waits while too much is waiting already."""
+        if self._backlog.enter(lambda: self.error is not None):
+            self._queue.put((rows, batch))
+
+    def skip(self, samples: int) -> None:
+        """These samples of the plan are stored already and will not come. Before the first ``put``."""
+        self._next += samples
+
+    def finish(self, extra: dict[str, Any]) -> None:
+        """No more batches come: commit with this in the manifest."""
+        self._queue.put(extra)
+
+    def abandon(self) -> None:
+        """Stop without a commit; what was written stays for whoever goes on."""
+        self.error = self.error or LeaseLostError(self.lease.name)
+        self._queue.put(None)
+
+    def wait(self) -> None:
+        """Until the thread has ended; room that batches still hold is given back."""
+        self._thread.join()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if isinstance(self._queue.get_nowait(), tuple):
+                    self._backlog.leave()
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode(), self._stream():
+                while (item := self._queue.get()) is not None:
+                    if isinstance(item, dict):
+                        self._check_lease()
+                        self.writer.commit(item)
+                        break
+                    try:
+                        self._write(*item)
+                    finally:
+                        self._backlog.leave()
+                    del item
+        except BaseException as error:  # handed to the main thread, which raises it
+            self.error = self.error or error
+        finally:
+            with contextlib.suppress(Exception):
+                self.writer.__exit__(None, None, None)
+
+    @contextlib.contextmanager
+    def _stream(self) -> Any:
+        if self._device.type == "cuda":
+            with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                yield
+        else:
+            yield
+
+    def _check_lease(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if not self.lease.is_held:
+            raise LeaseLostError(self.lease.name)
+
+    def _write(self, rows: list[int], batch: Batch) -> None:
+        self._check_lease()
+        if batch.ready is not None:
+            batch.ready.wait(torch.cuda.current_stream())
+        for b, index in enumerate(rows):
+            self._next += 1
+            if self._next <= self.writer.resume_sample:
+                continue
+            row = self._corpus.row(index)
+            hidden = batch.hidden(b)
+            self._check_values(hidden, index)
+            self.writer.append(index, row.sha256, row.bucket, row.input_ids, row.loss_mask, hidden)
+            self.tokens += len(row.input_ids)
+
+    def _check_values(self, hidden: torch.Tensor, index: int) -> None:
+        """Every token's vector of every tap is finite and not all zero: ``[T, K]`` judged in one pass."""
+        peak = hidden.abs().amax(dim=-1)  # NaN and inf carry over
+        if bool((torch.isfinite(peak) & (peak > 0)).all()):
+            return
+        token, tap = (~(torch.isfinite(peak) & (peak > 0))).nonzero()[0].tolist()
+        what = "all zero" if float(peak[token, tap]) == 0 else "not finite"
+        where = f"row {index} ({self._corpus.files[int(self._corpus.file_index[index])]} line {int(self._corpus.line[index])})"
+        raise TargetError(
+            f"{self.lease.name}: the hidden state of token {token} after layer {self._layer_ids[tap]} is {what} in {where}; the row was "
+            'not written. Check the target\'s weights, or compute with [target] dtype = "float32"'
+        )

@@ -1,0 +1,220 @@
+"""Facts, weights, mask token and tokenizer of a target; each error names what was looked for."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny_target
+from safetensors.torch import load_file, save_file
+
+from dflash_offline.errors import TargetError
+from dflash_offline.target import facts, load_embedding_and_head, load_target, load_tokenizer, resolve_mask_token_id
+from dflash_offline.target.weights import stored_tensors
+
+
+@pytest.fixture
+def target_copy(tiny_target: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_target, tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Set fields of config.json; None removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def edit_weights(folder: Path, change: Any) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    path.unlink()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+# -- facts
+
+
+def test_rope_nested_or_flat_but_not_two_bases(target_copy: Path) -> None:
+    edit_config(target_copy, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rope_theta=None)
+    assert facts(target_copy).rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
+    edit_config(target_copy, rope_parameters=None, rope_theta=5e5)
+    assert facts(target_copy).rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+    edit_config(target_copy, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rope_theta=1e4)
+    with pytest.raises(TargetError, match="10000.0 and rope_parameters.rope_theta = 1000000.0 differ"):
+        facts(target_copy)
+
+
+def test_rope_scaling_is_kept_and_what_a_drafter_lacks_is_not(target_copy: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512}
+    edit_config(target_copy, rope_parameters=yarn | {"partial_rotary_factor": 0.25, "mrope_section": [2, 3, 3]}, rope_theta=None)
+    assert facts(target_copy).rope_parameters == yarn
+
+
+def test_stop_tokens_of_generation_config_count(target_copy: Path) -> None:
+    (target_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert facts(target_copy).eos_token_ids == (7, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"model_type": "no-such-model"}, "cannot read this configuration"),
+        ({"auto_map": {"AutoConfig": "code.C", "AutoModel": "code.M"}, "model_type": "other"}, "trust_remote_code = true"),
+        ({"hidden_size": 32}, "hidden_size in config.json is 32"),
+    ],
+)
+def test_bad_config_is_one_line(target_copy: Path, changes: dict[str, Any], match: str) -> None:
+    edit_config(target_copy, **changes)
+    with pytest.raises(TargetError, match=match) as error:
+        facts(target_copy)
+    assert "\n" not in str(error.value)
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="no config.json"):
+        facts(tmp_path)
+
+
+# -- weights
+
+
+def test_padded_vocabulary_counts_rows_of_the_embedding(target_copy: Path) -> None:
+    assert facts(target_copy).vocab_size == 512
+    assert len(load_tokenizer(target_copy)) == 500
+
+
+def test_quantised_head_is_refused(target_copy: Path) -> None:
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = (tensors["lm_head.weight"] * 10).to(torch.int8)
+        tensors["lm_head.weight_scale"] = torch.ones(1)
+
+    edit_weights(target_copy, quantise)
+    with pytest.raises(TargetError, match="lm_head.weight is stored as I8"):
+        load_embedding_and_head(target_copy, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_precision_asked_for_is_precision_given(target_copy: Path, stored: torch.dtype) -> None:
+    edit_weights(target_copy, lambda tensors: tensors.update({name: tensor.to(stored) for name, tensor in tensors.items()}))
+    edit_config(target_copy, dtype=str(stored).removeprefix("torch."))
+    embedding, head = load_embedding_and_head(target_copy, dtype=torch.bfloat16, device="cpu")
+    assert embedding.dtype == head.dtype == torch.bfloat16
+    target = load_target(target_copy, dtype=torch.float32, device="cpu", attention="sdpa", layer_ids=[0])
+    assert {parameter.dtype for parameter in target.model.parameters()} == {torch.float32}
+
+
+def test_damaged_weight_file_is_named(target_copy: Path) -> None:
+    path = target_copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(TargetError, match="model.safetensors: cannot be read as safetensors"):
+        stored_tensors(target_copy)
+
+
+def test_pickled_weights_are_refused(target_copy: Path) -> None:
+    (target_copy / "model.safetensors").rename(target_copy / "pytorch_model.bin")
+    with pytest.raises(TargetError, match="convert the model to safetensors"):
+        stored_tensors(target_copy)
+
+
+# -- loading
+
+
+def test_later_layers_and_head_are_never_read(target_copy: Path) -> None:
+    """What is not there cannot be read: without the last layers and the head in the file, the first ones still load."""
+
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [
+            name for name in tensors if "layers.2." in name or "layers.3." in name or name in ("lm_head.weight", "model.norm.weight")
+        ]:
+            del tensors[name]
+
+    whole = load_target(target_copy, dtype=torch.float32, device="cpu", attention="sdpa", layer_ids=[0, 1])
+    edit_weights(target_copy, cut)
+    target = load_target(target_copy, dtype=torch.float32, device="cpu", attention="sdpa", layer_ids=[0, 1])
+    ids = torch.arange(3, 40)[None]
+    assert torch.equal(target.capture(ids), whole.capture(ids))
+    assert target.num_bytes == 4 * sum(p.numel() for p in target.model.parameters()) + sum(b.nbytes for b in target.model.buffers())
+    with pytest.raises(TargetError, match="would be random"):
+        load_target(target_copy, dtype=torch.float32, device="cpu", attention="sdpa", layer_ids=[2])
+
+
+def test_layer_that_is_not_there(tiny_target: Path) -> None:
+    with pytest.raises(TargetError, match="layers 0 to 3"):
+        load_target(tiny_target, dtype=torch.float32, device="cpu", attention="sdpa", layer_ids=[0, 4])
+
+
+def test_order_of_taps_is_the_order_asked_for(tiny_target: Path) -> None:
+    ids = torch.arange(3, 20)[None]
+    options = {"dtype": torch.float32, "device": "cpu", "attention": "eager"}
+    rising = load_target(tiny_target, layer_ids=[0, 2], **options).capture(ids)
+    falling = load_target(tiny_target, layer_ids=[2, 0], **options).capture(ids)
+    assert torch.equal(rising, falling.flip(2))
+
+
+def test_a_layer_that_adds_its_number_shows_up_at_its_id(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """Layer k adds the constant k + 1 to every channel: tap i must then hold the sum of 1..i+1 above the embedding."""
+    folder = make_tiny_target(tmp_path / "model", tiny_tokenizer_dir, mlp_bias=True)
+
+    def plain(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if "layers." in name and "norm" not in name:
+                tensor.zero_()
+            if name.endswith("down_proj.bias"):
+                tensor.fill_(int(name.split("layers.")[1].split(".")[0]) + 1)
+
+    edit_weights(folder, plain)
+    embedding, _ = load_embedding_and_head(folder, dtype=torch.float32, device="cpu")
+    ids = torch.arange(3, 20)
+    taps = load_target(folder, dtype=torch.float32, device="cpu", attention="sdpa", layer_ids=[0, 1, 3]).capture(ids[None])[0]
+    for k, total in enumerate((1.0, 3.0, 10.0)):
+        torch.testing.assert_close(taps[:, k], embedding[ids] + total)
+
+
+# -- tokenizer and mask token
+
+
+def test_mask_token_is_the_first_free_row(tiny_target: Path) -> None:
+    assert resolve_mask_token_id(tiny_target, None) == 500
+    assert resolve_mask_token_id(tiny_target, 511) == 511
+
+
+@pytest.mark.parametrize(("wanted", "match"), [(2, "end token"), (1, "beginning token"), (512, "512 rows"), (-1, "512 rows")])
+def test_meaningful_or_missing_mask_token_is_refused(tiny_target: Path, wanted: int, match: str) -> None:
+    with pytest.raises(TargetError, match=match):
+        resolve_mask_token_id(tiny_target, wanted)
+
+
+def test_ordinary_mask_token_is_warned_about(tiny_target: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert resolve_mask_token_id(tiny_target, 300) == 300
+    assert "ordinary token" in caplog.text
+
+
+def test_tokenizers_own_mask_token_comes_first(target_copy: Path) -> None:
+    tokenizer = load_tokenizer(target_copy)
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    tokenizer.save_pretrained(target_copy)
+    assert resolve_mask_token_id(target_copy, None) == 500
+    tokenizer = load_tokenizer(target_copy)
+    tokenizer.mask_token = "<|im_end|>"  # an alias of eos is no mask
+    tokenizer.save_pretrained(target_copy)
+    assert resolve_mask_token_id(target_copy, None) == 501
+
+
+def test_no_free_row_asks_for_one(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    folder = make_tiny_target(tmp_path / "model", tiny_tokenizer_dir, vocab_size=500)
+    with pytest.raises(TargetError, match=r"set \[drafter\] mask_token_id .*0 <\|endoftext\|>"):
+        resolve_mask_token_id(folder, None)
+
+
+def test_chat_template_from_a_file(tiny_target: Path, tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text("{{ messages[0]['content'] }}!")
+    tokenizer = load_tokenizer(tiny_target, tmp_path / "template.jinja")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    with pytest.raises(TargetError, match="cannot be read"):
+        load_tokenizer(tiny_target, tmp_path / "missing.jinja")

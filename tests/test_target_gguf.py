@@ -1,0 +1,89 @@
+"""A folder that holds one GGUF file: the same hidden states and head as the model it was written from."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_offline.errors import TargetError
+from dflash_offline.target import facts, load_embedding_and_head, load_target
+
+gguf = pytest.importorskip("gguf", reason="the extra 'demo' is not installed")
+pytest.importorskip("accelerate", reason="the extra 'demo' is not installed")
+
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def pair_up(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """GGUF keeps a head's rotated halves interleaved: rows 0, d/2, 1, d/2 + 1, ..."""
+    return weight.view(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path, model: torch.nn.Module) -> None:
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    state = {name: tensor.detach().float() for name, tensor in model.state_dict().items()}
+    writer.add_tensor("token_embd.weight", state["model.embed_tokens.weight"].numpy())
+    writer.add_tensor("output_norm.weight", state["model.norm.weight"].numpy())
+    writer.add_tensor("output.weight", state["lm_head.weight"].numpy())
+    for i in range(config.num_hidden_layers):
+        for ours, theirs in NAMES.items():
+            weight = state[f"model.layers.{i}.{ours}.weight"]
+            if "q_proj" in ours or "k_proj" in ours:
+                weight = pair_up(weight, config.num_attention_heads if "q_proj" in ours else config.num_key_value_heads)
+            writer.add_tensor(f"blk.{i}.{theirs}.weight", weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=128, initializer_range=0.3, **sizes)).eval()
+
+
+def test_gguf_target_equals_its_origin(tmp_path: Path, model: torch.nn.Module) -> None:
+    write_gguf(tmp_path / "model.gguf", model)
+    found = facts(tmp_path)
+    assert (found.hidden_size, found.num_layers, found.vocab_size, found.head_dim, found.model_type) == (32, 3, 64, 8, "llama")
+    ids = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        want = model(ids, output_hidden_states=True).hidden_states
+    target = load_target(tmp_path, dtype=torch.float32, device="cpu", attention="sdpa", layer_ids=[0, 1])
+    assert len(target.layers) == 2
+    got = target.capture(ids)
+    for k in range(2):
+        torch.testing.assert_close(got[0, :, k], want[k + 1][0], rtol=1e-5, atol=1e-5)
+    embedding, head = load_embedding_and_head(tmp_path, dtype=torch.float32, device="cpu")
+    assert torch.equal(embedding, model.model.embed_tokens.weight) and torch.equal(head, model.lm_head.weight)
+
+
+def test_two_gguf_files_are_refused(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(TargetError, match="2 GGUF files"):
+        facts(tmp_path)
