@@ -128,7 +128,12 @@ def test_speculators_folder_is_what_vllm_looks_for(tmp_path: Path) -> None:
 
 
 def test_tensor_shapes_are_those_of_the_module() -> None:
-    for changes in ({}, {"num_layers": 3, "layer_windows": (None,) * 3}, {"target_layer_ids": (1,)}, {"head_dim": 16, "num_key_value_heads": 4}):
+    for changes in (
+        {},
+        {"num_layers": 3, "layer_windows": (None,) * 3},
+        {"target_layer_ids": (1,)},
+        {"head_dim": 16, "num_key_value_heads": 4},
+    ):
         shape = make_shape(**changes)
         assert tensor_shapes(shape) == {name: tuple(parameter.shape) for name, parameter in Drafter(shape).named_parameters()}
 
@@ -154,7 +159,9 @@ def test_reference_gives_the_same_hidden_states_from_the_folder_alone(tmp_path: 
 def test_reference_agrees_where_layers_slide(tmp_path: Path) -> None:
     folder, drafter = written(tmp_path / "zlab", layer_windows=(5, None))
     config = json.loads((folder / "config.json").read_text())
-    assert config["layer_types"] == ["sliding_attention", "full_attention"] and config["sliding_window"] == 5 and config["use_sliding_window"]
+    assert (
+        config["layer_types"] == ["sliding_attention", "full_attention"] and config["sliding_window"] == 5 and config["use_sliding_window"]
+    )
     taps, slots = torch.randn(40, 192), torch.randn(1, 8, 64)
     with torch.inference_mode():
         ours = drafter(taps, slots, BlockLayout.pack([40], [torch.tensor([30]).numpy()], block_size=8))[0]
@@ -347,7 +354,11 @@ def test_unreadable_folders(tmp_path: Path) -> None:
 def test_a_drafter_of_another_target_is_refused() -> None:
     shape = make_shape()
     check_fits(shape, where="d", hidden_size=64, vocab_size=512, num_layers=6)
-    for changes, message in (({"hidden_size": 128}, "hidden_size is 64"), ({"vocab_size": 500}, "vocab_size"), ({"num_layers": 5}, "num_target_layers")):
+    for changes, message in (
+        ({"hidden_size": 128}, "hidden_size is 64"),
+        ({"vocab_size": 500}, "vocab_size"),
+        ({"num_layers": 5}, "num_target_layers"),
+    ):
         with pytest.raises(ExportError, match=message):
             check_fits(shape, where="d", **({"hidden_size": 64, "vocab_size": 512, "num_layers": 6} | changes))
     with pytest.raises(ExportError, match="mask_token_id 512"):
@@ -374,7 +385,15 @@ def test_model_card(tmp_path: Path) -> None:
         datasets={"gsm8k": {"acceptance_length": 2.6, "interval": [2.5, 2.7], "prompts": 80}},
     )
     card = (tmp_path / "z" / "README.md").read_text()
-    for piece in ("license: mit", "base_model: example/target", "| gsm8k | 2.60 | 2.50 to 2.70 | 80 |", "rows: 12", "acc 0.2222", "sglang", "vllm serve"):
+    for piece in (
+        "license: mit",
+        "base_model: example/target",
+        "| gsm8k | 2.60 | 2.50 to 2.70 | 80 |",
+        "rows: 12",
+        "acc 0.2222",
+        "sglang",
+        "vllm serve",
+    ):
         assert piece in card, piece
     assert json.loads((tmp_path / "z" / "training.json").read_text()) == training
     shutil.rmtree(tmp_path / "z")
@@ -387,5 +406,14 @@ def test_config_has_no_key_left_to_a_default_of_the_reader(tmp_path: Path) -> No
     shape = make_shape(rope_parameters=ROPES["llama3"], layer_windows=(7, None))
     config = zlab_config(shape, TARGET)
     read = Qwen3Config(**json.loads(json.dumps(config))).to_dict()
-    for name in ("head_dim", "num_key_value_heads", "rms_norm_eps", "layer_types", "sliding_window", "rope_parameters", "vocab_size", "eos_token_id"):
+    for name in (
+        "head_dim",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "layer_types",
+        "sliding_window",
+        "rope_parameters",
+        "vocab_size",
+        "eos_token_id",
+    ):
         assert read[name] == config[name], name

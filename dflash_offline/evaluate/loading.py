@@ -14,11 +14,9 @@ from dflash_offline.target import facts, load_embedding_and_head, load_target, l
 
 def make_drafter(shape: DrafterShape, tensors: dict[str, torch.Tensor], *, device: torch.device, dtype: torch.dtype) -> Drafter:
     """A drafter for inference. Weights are rounded to bf16 first, as they are exported and served."""
-    with torch.device("meta"):
-        drafter = Drafter(shape, attention="sdpa")
-    drafter.load_state_dict(
-        {name: tensor.to(device, torch.bfloat16).to(dtype) for name, tensor in tensors.items()}, strict=True, assign=True
-    )
+    drafter = Drafter(shape, attention="sdpa")
+    drafter.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, strict=True)
+    drafter = drafter.to(device=device, dtype=dtype)
     return drafter.eval().requires_grad_(False)
 
 

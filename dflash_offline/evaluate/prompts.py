@@ -52,7 +52,8 @@ def read_prompts(path: Path, *, most: int) -> list[Prompt]:
     """
     prompts: list[Prompt] = []
     try:
-        packed = path.open("rb").read(2) == b"\x1f\x8b"
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
         with gzip.open(path, "rt", encoding="utf-8-sig") if packed else path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
