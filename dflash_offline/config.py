@@ -239,7 +239,8 @@ class EvaluateConfig(Section):
     max_new_tokens: PositiveInt = Field(256, description="Most tokens generated for one turn.")
     heldout_rows: PositiveInt = Field(64, description="Most held-out conversations used for tau_replay.")
     heldout_loop_rows: Annotated[int, Field(ge=0)] = Field(
-        8, description="Held-out answers that the real loop generates as well, to compare its acceptance length with tau_replay; 0 leaves that out."
+        8,
+        description="Held-out answers that the real loop generates too, so that its acceptance length stands beside tau_replay; 0 for none.",
     )
     baseline: bool = Field(True, description="Also time the target alone and check that the output is its own greedy output.")
     gpus: Gpus | None = Field(None, description="GPU of the evaluation (the first one is used); that of [train] when left out.")
@@ -304,14 +305,14 @@ class RunConfig(Section):
             raise ConfigError(f"{self._source.name}: {name!r}: there is no such user; write ./{name} for a folder of that name") from None
 
     def files(self, patterns: list[str], *, where: str) -> list[Path]:
-        """Expand files, folders and globs to existing files, sorted inside each pattern, each file once.
+        """Expand files, folders and globs to existing files, sorted inside each pattern.
 
         Hidden files and folders (names that start with a dot) inside a folder are left out.
 
         Raises:
             ConfigError: a pattern matches nothing.
         """
-        found: dict[Path, None] = {}
+        found: list[Path] = []
         for pattern in patterns:
             path = self.path(pattern)
             if path.is_dir():
@@ -324,8 +325,8 @@ class RunConfig(Section):
                 matched = sorted(entry for entry in map(self.path, names) if entry.is_file())
             if not matched:
                 raise ConfigError(f"{self._source.name}: {where}: {pattern!r} matches no file (looked for {path})")
-            found.update(dict.fromkeys(matched))
-        return list(found)
+            found.extend(matched)
+        return found
 
     @model_validator(mode="after")
     def _clashes(self) -> "RunConfig":

@@ -50,11 +50,12 @@ def _sections() -> dict[str, type[BaseModel]]:
     }
 
 
-def _toml(value: Any) -> str:
+def toml_text(value: Any) -> str:
+    """A value as TOML."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{name} = {_toml(item)}" for name, item in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{name} = {toml_text(item)}" for name, item in value.items()) + " }" if value else "{}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
+        return "[" + ", ".join(toml_text(item) for item in value) + "]"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 100_000:
         return f"{value:_}"
     return json.dumps(value)
@@ -63,7 +64,7 @@ def _toml(value: Any) -> str:
 def commented_run_file() -> str:
     """A run file for an 8-GPU machine with every field, its description and its default."""
     root = RunConfig.model_fields["root"]
-    parts = [_HEAD, f"\n# {root.description}\nroot = {_toml(root.default)}\n"]
+    parts = [_HEAD, f"\n# {root.description}\nroot = {toml_text(root.default)}\n"]
     for name, section in _sections().items():
         parts.append(f"\n[{name}]\n# {(section.__doc__ or '').strip()}\n")
         for key, field in section.model_fields.items():
@@ -73,7 +74,7 @@ def commented_run_file() -> str:
 
 def _entry(key: str, field: FieldInfo, *, shown: bool, value: Any) -> str:
     given = value if value is not None else field.default
-    line = f"{key} = {_toml(given)}" if given is not None else f"{key} =        # unset; {fields.allowed(field)}"
+    line = f"{key} = {toml_text(given)}" if given is not None else f"{key} =        # unset; {fields.allowed(field)}"
     return f"# {field.description}\n{'' if shown else '# '}{line}\n"
 
 
@@ -93,14 +94,15 @@ def reference_page() -> str:
         "",
         "Made from `dflash_offline/config.py` by `python -m dflash_offline.reference`; a test fails when this page is out of date.",
         "",
-        "A run file is TOML. Unknown keys are refused. Paths are relative to the run file. `dflash-offline init > run.toml` writes a commented one.",
+        "A run file is TOML. Unknown keys are refused. Paths are relative to the run file.",
+        "`dflash-offline init > run.toml` writes a commented one for an 8-GPU machine.",
         "",
-        f"At the top: `root` (default `{_toml(root.default)}`): {root.description}",
+        f"At the top: `root` (default `{toml_text(root.default)}`): {root.description}",
     ]
     for name, section in _sections().items():
         lines += ["", f"## [{name}]", "", (section.__doc__ or "").strip(), "", "| key | allowed | default | |", "| --- | --- | --- | --- |"]
         for key, field in section.model_fields.items():
-            default = "**required**" if field.is_required() else "(unset)" if field.default is None else f"`{_toml(field.default)}`"
+            default = "**required**" if field.is_required() else "(unset)" if field.default is None else f"`{toml_text(field.default)}`"
             cells = [f"`{key}`", fields.allowed(field), default, field.description or ""]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from dflash_offline.manifest import MANIFEST
 _KEY = re.compile(r"[0-9a-f]{16}")
 # folder under the root -> what marks an entry of it as ours
 _OURS: dict[str, set[str]] = {
-    "corpora": {MANIFEST, "input_ids.npy", "offsets.npy"},
+    "corpora": {MANIFEST, "input_ids.bin"},
     "captures": {"hidden_states.zarr", "plans", "leases"},
     "drafters": {MANIFEST, "checkpoints", "metrics.jsonl", "drafter", "tensorboard"},
     "exports": {MANIFEST, "zlab", "speculators"},
@@ -44,18 +44,16 @@ def _size(path: Path) -> int:
 
 
 def reset_plan(config: RunConfig, stage: str) -> list[Removal]:
-    """What makes a stage of this run file incomplete again: manifests only, so that nothing computed is lost.
+    """What makes a stage of this run file incomplete again: its manifest, so that it is made anew in its place.
 
-    ``train`` also loses its checkpoints, else it would at once be complete again; ``capture`` loses the plan and the
-    manifests of its parts, which are then written anew.
+    ``train`` also loses its checkpoints, else it would at once be complete again; ``capture`` loses the store and its
+    plans, for every corpus that was captured into it.
     """
     layout = Layout(config.root_dir)
     if stage == "corpus":
         paths = [layout.corpus(keys.corpus_key(config)) / MANIFEST]
     elif stage == "capture":
-        key = keys.capture_key(config)
-        store = layout.store(key)
-        paths = [*sorted(store.glob("part-*")), layout.plan(key, keys.corpus_key(config))]
+        paths = [layout.capture(keys.capture_key(config))]
     elif stage == "train":
         folder = layout.drafter(keys.train_key(config))
         paths = [folder / MANIFEST, folder / "checkpoints", folder / "metrics.jsonl", folder / "tensorboard"]

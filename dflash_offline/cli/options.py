@@ -28,8 +28,11 @@ def load_run(config: Path | None) -> "RunConfig":
     return RunConfig.load(config if config is not None else DEFAULT)
 
 
-def store_path(store: Path | None, config: Path | None) -> Path:
+def store_path(store: Path | None, config: Path | None, *, damaged: bool = False) -> Path:
     """The store folder named (or one folder above it), or that of the run file.
+
+    Args:
+        damaged: accept a folder without ``zarr.json``, which may be what ``verify`` is to find.
 
     Raises:
         StoreError: there is no store at that place.
@@ -46,7 +49,7 @@ def store_path(store: Path | None, config: Path | None) -> Path:
     else:
         path = store / "hidden_states.zarr" if (store / "hidden_states.zarr").is_dir() else store
         hint = "name a folder called hidden_states.zarr"
-    if not (path / "zarr.json").is_file():
+    if not ((path / "zarr.json").is_file() or (damaged and path.is_dir())):
         raise StoreError(f"{path}: no hidden-state store; {hint}")
     return path
 

@@ -47,7 +47,7 @@ def _result(facts: Facts) -> list[Block]:
     rows: list[list[str]] = []
     if overall.get("acceptance_length") is not None:
         rows.append(["acceptance length", f"{overall['acceptance_length']:.3f} tokens per verify step, mean of the data sets"])
-        same = f"{overall.get('identical', 0)} identical, {overall.get('near_ties', 0)} with a near-tie, {overall.get('different', 0)} different"
+        same = f"{overall.get('identical', 0)} the same, {overall.get('near_ties', 0)} with a near-tie, {overall.get('different', 0)} different"
         rows.append(["output against the target's own greedy text", same])
     replay = facts.evaluation.get("tau_replay") or {}
     if replay.get("tau") is not None:

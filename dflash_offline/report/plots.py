@@ -86,9 +86,9 @@ def store_figure(statistics: dict[str, Any], path: Path) -> None:
     """Norms of the tapped layers and how alike they are, as a file (``dflash-offline stats --plot``)."""
     figure = _figure()
     norms, alike = figure.subplots(1, 2)
-    layers = [str(row["layer"]) for row in statistics["layers"]]
-    for name, label in (("rms_median", "median"), ("rms_first_token", "first token"), ("rms_max", "max")):
-        norms.plot(layers, [row[name] for row in statistics["layers"]], marker="o", markersize=3, label=label)
+    layers = [str(row["layer_id"]) for row in statistics["layers"]]
+    for name in ("min", "mean", "max"):
+        norms.plot(layers, [row["rms"][name] for row in statistics["layers"]], marker="o", markersize=3, label=name)
     norms.set_yscale("log")
     norms.legend(frameon=False)
     _finish(norms, x="layer", y="RMS of a token's vector")

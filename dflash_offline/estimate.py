@@ -1,0 +1,252 @@
+"""What a run will cost, before any GPU second: from the run file, the target's sizes and a sample of the corpus."""
+
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_offline import identity, keys
+from dflash_offline.config import RunConfig
+from dflash_offline.errors import DFlashError
+from dflash_offline.layout import Layout
+from dflash_offline.manifest import MANIFEST, read_manifest
+
+_LOSSLESS_AT_MOST = 0.75  # real hidden states take 0.70 of bfloat16; random ones, the worst case seen, 0.73
+_TOKEN_BYTES = 5  # token id and loss mask
+_SAMPLE_BYTES = 58  # offsets, row number, hash, bucket
+_RANK_STATE_BYTES = 18  # of a drafter's parameter: float32 master, two moments and gradient, bfloat16 copy
+_REQUIRED_SPARE = 0.02  # of the disk's need: manifests, checkpoints, logs
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Numbers of ``dflash-offline plan``; times are None where no rate is known. Idle GPU hours count both phases' GPUs."""
+
+    rows: int
+    rows_read: int
+    is_exact: bool
+    tokens: int
+    supervised_tokens: int
+    captured_rows: int
+    tokens_to_capture: int
+    parts: int
+    bytes_by_codec: dict[str, int]
+    needed_bytes: int
+    free_bytes: int
+    disk: str
+    fits: bool
+    replica_bytes: int
+    rank_bytes: int
+    capture_s: float | None
+    train_s: float | None
+    idle_capture_gpu_h: float | None
+    idle_train_gpu_h: float | None
+    warnings: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    rows: int
+    rows_read: int
+    is_exact: bool
+    tokens: int
+    supervised: int
+    captured_rows: int
+    captured_tokens: int
+
+
+def estimate(
+    config: RunConfig, *, sample: int = 2000, capture_tokens_per_s: float | None = None, train_tokens_per_s: float | None = None
+) -> Estimate:
+    """Estimate a run.
+
+    Args:
+        sample: conversations tokenised, unless the corpus is prepared already, which is exact.
+        capture_tokens_per_s: of one replica; measured parts under this root when left out.
+        train_tokens_per_s: of all ranks together; the newest training under this root when left out.
+
+    Raises:
+        DFlashError: target or corpus cannot be read.
+    """
+    layout, warnings = Layout(config.root_dir), []
+    found = _corpus(config, layout, sample)
+    left_tokens, left_rows = found.tokens - found.captured_tokens, found.rows - found.captured_rows
+    by_codec = {name: round(left_tokens * size + left_rows * _SAMPLE_BYTES) for name, size in token_bytes(config).items()}
+    needed = round(by_codec[config.store.codec] * (1 + _REQUIRED_SPARE))
+    disk = layout.root
+    while not disk.exists():
+        disk = disk.parent
+    free = shutil.disk_usage(disk).free
+    replicas, ranks = _processes(config)
+    capture_rate = capture_tokens_per_s or _measured_capture(layout)
+    train_rate = train_tokens_per_s or _measured_training(layout)
+    capture_s = left_tokens / (capture_rate * replicas) if capture_rate else None
+    trained = found.tokens * (1 - config.corpus.heldout_fraction) * config.train.epochs
+    train_s = trained / train_rate if train_rate else None
+    if train_s is not None and config.train.max_steps is not None:
+        most = config.train.max_steps * config.train.micro_batches_per_step * config.train.tokens_per_batch
+        train_s *= min(1.0, most / max(1.0, trained))
+    idle_capture, idle_train = _idle_gpus(config)
+    if idle_capture or idle_train:
+        warnings.append(
+            f'{idle_capture} GPUs wait during capture and {idle_train} during training; gpus = "all" in both sections uses them all'
+        )
+    return Estimate(
+        rows=found.rows,
+        rows_read=found.rows_read,
+        is_exact=found.is_exact,
+        tokens=found.tokens,
+        supervised_tokens=found.supervised,
+        captured_rows=found.captured_rows,
+        tokens_to_capture=left_tokens,
+        parts=max(1, -(-by_codec[config.store.codec] // config.store.part_bytes)) if left_rows else 0,
+        bytes_by_codec=by_codec,
+        needed_bytes=needed,
+        free_bytes=free,
+        disk=str(disk),
+        fits=needed <= free,
+        replica_bytes=_replica_bytes(config),
+        rank_bytes=_rank_bytes(config),
+        capture_s=capture_s,
+        train_s=train_s,
+        idle_capture_gpu_h=None if capture_s is None else idle_capture * capture_s / 3600,
+        idle_train_gpu_h=None if train_s is None else idle_train * train_s / 3600,
+        warnings=warnings,
+    )
+
+
+def token_bytes(config: RunConfig) -> dict[str, float]:
+    """Stored bytes of a token for each codec, all captured layers; lossless is an upper bound, the others are fixed."""
+    from dflash_offline.plan import CODEC_SHARE
+
+    hidden = _size(config, "hidden_size")
+    values = hidden * (len(identity.capture_layer_ids(config)) + config.store.store_last_hidden)
+    shares = CODEC_SHARE | {"lossless": _LOSSLESS_AT_MOST, "int8": 0.5 + 1 / _scale_block(hidden)}
+    return {name: 2 * values * share + _TOKEN_BYTES for name, share in shares.items()}
+
+
+def _scale_block(hidden_size: int) -> int:
+    """Channels that share a scale: the largest divisor between 128 and 192, else 64."""
+    return next((block for block in range(192, 127, -1) if hidden_size % block == 0), 64)
+
+
+def _size(config: RunConfig, name: str, default: int | None = None) -> int:
+    value = identity.text_config(identity.target_config(config)).get(name, default)
+    if not isinstance(value, int):
+        raise DFlashError(f"{identity.target_folder(config)}/config.json: {name} is {value!r}; a whole number is needed")
+    return value
+
+
+def _corpus(config: RunConfig, layout: Layout, sample: int) -> _Corpus:
+    import numpy as np
+
+    from dflash_offline.corpus import Corpus, peek
+
+    folder = layout.corpus(keys.corpus_key(config))
+    if not (folder / MANIFEST).exists():
+        seen = peek(config, sample)
+        share = seen.share_read or 1.0
+        supervised = round(seen.supervised_tokens / share)
+        return _Corpus(seen.estimated_rows, seen.records, share >= 1.0, seen.estimated_tokens, supervised, 0, 0)
+    corpus = Corpus.open(folder)
+    store = layout.store(keys.capture_key(config))
+    held: set[bytes] = set()
+    if store.exists():
+        from dflash_offline.store import committed_hashes
+
+        held = set(committed_hashes(store))
+    captured = np.fromiter((row.tobytes() in held for row in corpus.hashes), dtype=bool, count=len(corpus))
+    lengths = np.asarray(corpus.lengths)
+    counts = corpus.manifest["counts"]
+    return _Corpus(
+        len(corpus), len(corpus), True, int(lengths.sum()), counts["supervised_tokens"], int(captured.sum()), int(lengths[captured].sum())
+    )
+
+
+def _processes(config: RunConfig) -> tuple[int, int]:
+    """Replicas and ranks, taking the run file's word for GPUs this machine may not have (a plan is made anywhere)."""
+    from dflash_offline.gpus import visible
+
+    def count(gpus: Any, on_cpu: int) -> int:
+        return on_cpu if gpus == "cpu" else max(1, len(visible())) if gpus == "all" else len(gpus)
+
+    return count(config.target.gpus, config.target.replicas), count(config.train.gpus, config.train.ranks)
+
+
+def _idle_gpus(config: RunConfig) -> tuple[int, int]:
+    """GPUs of the run file that wait during capture, and during training."""
+    capture = set(config.target.gpus) if isinstance(config.target.gpus, list) else None
+    train = set(config.train.gpus) if isinstance(config.train.gpus, list) else None
+    if capture is None or train is None:
+        return 0, 0
+    return len(train - capture), len(capture - train)
+
+
+def _measured_capture(layout: Layout) -> float | None:
+    """Mean rate of one replica over the parts of the newest store under this root."""
+    stores = sorted(layout.root.glob("captures/*/hidden_states.zarr"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for store in stores:
+        tokens = seconds = 0.0
+        for path in store.glob(f"part-*/{MANIFEST}"):
+            try:
+                extra = read_manifest(path.parent).get("extra") or {}
+            except DFlashError:
+                continue
+            if extra.get("seconds") and extra.get("tokens"):
+                tokens, seconds = tokens + extra["tokens"], seconds + extra["seconds"]
+        if seconds:
+            return tokens / seconds
+    return None
+
+
+def _measured_training(layout: Layout) -> float | None:
+    """Mean of the last rates that the newest training under this root wrote."""
+    from dflash_offline.status import read_metrics
+
+    files: list[Path] = sorted(layout.root.glob("drafters/*/metrics.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in files:
+        rates = [row["tokens_per_s"] for row in read_metrics(path) if row.get("tokens_per_s")][-20:]
+        if rates:
+            return sum(rates) / len(rates)
+    return None
+
+
+def _replica_bytes(config: RunConfig) -> int:
+    """Weights up to the last tap, and working memory of one batch (about 40 vectors a token at once, and the taps)."""
+    hidden, layers = _size(config, "hidden_size"), identity.num_target_layers(config)
+    last = max(identity.capture_layer_ids(config)) + 1 if not config.store.store_last_hidden else layers
+    width = 2 if config.target.dtype == "bfloat16" else 4
+    weights = _target_parameters(config) * width
+    embedding = _size(config, "vocab_size", 0) * hidden * width
+    return round((weights - embedding) * last / layers + embedding + config.corpus.tokens_per_batch * hidden * width * 40)
+
+
+def _target_parameters(config: RunConfig) -> int:
+    """From the sizes of ``config.json``, as a dense decoder; a mixture of experts counts its weight files instead."""
+    from dflash_offline.config import DEMO_MODEL
+
+    if config.target.model != DEMO_MODEL:
+        folder = identity.target_folder(config)
+        files = [path for path in folder.iterdir() if path.suffix == ".safetensors" and path.is_file()]
+        if files:
+            return sum(path.stat().st_size for path in files) // 2  # stored as bfloat16
+    hidden, inner, layers = _size(config, "hidden_size"), _size(config, "intermediate_size"), identity.num_target_layers(config)
+    return layers * (4 * hidden * hidden + 3 * hidden * inner) + _size(config, "vocab_size") * hidden
+
+
+def _rank_bytes(config: RunConfig) -> int:
+    """Drafter with its optimiser, the target's frozen embedding and head, and working memory of one micro-batch."""
+    hidden, vocabulary = _size(config, "hidden_size"), _size(config, "vocab_size")
+    drafter, taps = config.drafter, len(identity.drafter_layer_ids(config))
+    heads = drafter.num_attention_heads or _size(config, "num_attention_heads")
+    kv_heads = drafter.num_key_value_heads or _size(config, "num_key_value_heads", heads)
+    head_dim = drafter.head_dim or _size(config, "head_dim", hidden // heads)
+    inner = drafter.intermediate_size or _size(config, "intermediate_size", 3 * hidden)
+    parameters = taps * hidden * hidden + drafter.layers * (2 * hidden * head_dim * (heads + kv_heads) + 3 * hidden * inner)
+    width = 2 if config.train.dtype == "bfloat16" else 4
+    tokens, slots = config.train.tokens_per_batch, config.train.slots_per_batch
+    working = slots * width * drafter.layers * (6 * hidden + 3 * inner) + tokens * width * (taps + 2 * drafter.layers) * hidden
+    return round(parameters * _RANK_STATE_BYTES + 2 * vocabulary * hidden * width + working + min(slots, 4096) * vocabulary * 6)

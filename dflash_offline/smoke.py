@@ -1,0 +1,107 @@
+"""A run file on a few conversations, through the whole chain: the same target, GPUs, shapes and settings."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dflash_offline import keys
+from dflash_offline.config import DEMO_MODEL, RunConfig
+from dflash_offline.errors import CorpusError, ProcessError
+from dflash_offline.layout import Layout
+from dflash_offline.manifest import read_json
+from dflash_offline.reference import toml_text
+
+_PROMPTS, _NEW_TOKENS, _HELDOUT = 2, 32, 4
+
+
+def run_smoke(config: RunConfig, *, rows: int, steps: int, keep: bool, say: Callable[[str], None]) -> None:
+    """Write a reduced run file under ``ROOT/smoke``, run ``luigi --module pipelines DFlashAll`` on it, say what came out.
+
+    Args:
+        rows: conversations taken, spread evenly over the corpus files.
+        steps: most training steps.
+        keep: leave the folder of the smoke run; it is kept anyway when the run fails.
+
+    Raises:
+        ProcessError: the run failed.
+    """
+    folder = config.root_dir / "smoke"
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus = folder / "conversations.jsonl"
+    taken = take_rows(config, rows, corpus)
+    path = folder / "run.toml"
+    path.write_text(reduced_run_file(config, corpus=corpus, rows=taken, steps=steps), encoding="utf-8")
+    say(f"{taken} conversations, at most {steps} steps, in {folder}")
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "luigi", "--module", "pipelines", "DFlashAll", "--config", str(path)]
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        raise ProcessError(f"the smoke run failed with exit status {status}; its files and logs are in {folder}")
+    reduced = RunConfig.load(path)
+    layout = Layout(reduced.root_dir)
+    results = read_json(layout.evaluation(keys.evaluate_key(reduced)) / "results.json")
+    length = (results.get("overall") or {}).get("acceptance_length")
+    accepted = "" if length is None else f"; acceptance length {length:.2f} (of a drafter hardly trained)"
+    say(f"smoke run passed in {time.monotonic() - begin:.0f} s{accepted}")
+    if keep:
+        say(f"kept: {folder}")
+    else:
+        shutil.rmtree(folder)
+
+
+def take_rows(config: RunConfig, count: int, destination: Path) -> int:
+    """Copy up to ``count`` conversations, spread evenly over the files, to a JSON lines file; returns how many."""
+    from dflash_offline.corpus import RowRejected, corpus_files
+    from dflash_offline.corpus.reading import decode_block, read_file
+
+    files = [path for path in corpus_files(config) if path.stat().st_size]
+    taken: list[Any] = []
+    for number, path in enumerate(files):
+        wanted = -(-(count - len(taken)) // (len(files) - number))
+        for row in (row for block in read_file(path, number) for _, row in decode_block(block)):
+            if wanted <= 0:
+                break
+            if row is not None and not isinstance(row, RowRejected):
+                taken.append(row)
+                wanted -= 1
+    if not taken:
+        raise CorpusError(f"{config.source.name}: [corpus] files hold no conversation")
+    with destination.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in taken)
+    return len(taken)
+
+
+def reduced_run_file(config: RunConfig, *, corpus: Path, rows: int, steps: int) -> str:
+    """The run file with another corpus, fewer steps and prompts, and absolute paths, as TOML."""
+    sections: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
+    sections["root"] = str(corpus.parent / "run")
+    target = sections["target"]
+    if target["model"] != DEMO_MODEL and config.path(target["model"]).exists():
+        target["model"] = str(config.path(target["model"]))
+    section = sections["corpus"]
+    section["files"] = [str(corpus)]
+    section["heldout_fraction"] = max(config.corpus.heldout_fraction, min(0.5, _HELDOUT / rows))
+    if config.corpus.chat_template is not None:
+        section["chat_template"] = str(config.path(config.corpus.chat_template))
+    sections["train"] = sections.get("train", {}) | {
+        "max_steps": min(steps, config.train.max_steps or steps),
+        "log_every": 1,
+        "checkpoint_every": max(1, steps // 2),
+        "evaluate_every": max(1, steps),
+    }
+    sections["evaluate"] = sections.get("evaluate", {}) | {
+        "prompts": [str(path) for path in config.files(config.evaluate.prompts, where="[evaluate] prompts")],
+        "max_prompts": min(_PROMPTS, config.evaluate.max_prompts),
+        "max_new_tokens": min(_NEW_TOKENS, config.evaluate.max_new_tokens),
+        "heldout_rows": min(_HELDOUT, config.evaluate.heldout_rows),
+    }
+    lines = [f"{name} = {toml_text(value)}" for name, value in sections.items() if not isinstance(value, dict)]
+    for name, values in sections.items():
+        if isinstance(values, dict):
+            lines += ["", f"[{name}]", *(f"{key} = {toml_text(value)}" for key, value in values.items() if value is not None)]
+    return "\n".join(lines) + "\n"
