@@ -41,7 +41,8 @@ def status_line(row: Mapping[str, Any]) -> str:
     """The line of one metrics row (shape: see the module's docstring)."""
     return (
         f"[{duration(row['elapsed_s'])}] step={row['step']} loss={row['loss']:.2f} acc={row['acc']:.3f} "
-        f"streak={row['streak']:.2f} tau={row['tau']:.2f} lr={row['lr']:.1e} noise={row['noise']:.4f} | read={row['read_bytes_per_s'] / 1e6:.0f}MB/s "
+        f"streak={row['streak']:.2f} tau={row['tau']:.2f} lr={row['lr']:.1e} noise={row['noise']:.4f} "
+        f"| read={row['read_bytes_per_s'] / 1e6:.0f}MB/s "
         f"wait={100 * row['wait_share']:.0f}% train={row['tokens_per_s'] / 1e3:.1f}Ktok/s "
         f"| epoch~{row['epoch']:.2f} ETA={duration(row['eta_s'])}"
     )

@@ -1,0 +1,290 @@
+"""Training in one process: from the store to a finished drafter, and what stops it."""
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import training_runs as runs
+from safetensors.torch import load_file
+
+from dflash_offline import keys
+from dflash_offline.checkpoint import newest
+from dflash_offline.config import RunConfig
+from dflash_offline.dataset import Job
+from dflash_offline.drafter import Drafter, DrafterShape
+from dflash_offline.errors import CheckpointError, TrainError
+from dflash_offline.manifest import damaged_files, read_manifest
+from dflash_offline.progress import Progress
+from dflash_offline.replay import ReplayResult, replay
+from dflash_offline.target import load_embedding_and_head
+from dflash_offline.train import heldout, records
+from dflash_offline.train.loop import Trainer
+from dflash_offline.train.ranks import Ranks
+from dflash_offline.train.setup import prepare
+
+LINE = re.compile(
+    r"\[\d+(\.\d)?[smhd]\] step=\d+ loss=\d+\.\d\d acc=[01]\.\d{3} streak=\d+\.\d\d tau=\d+\.\d\d lr=\d\.\de-\d\d noise=\d\.\d{4} "
+    r"\| read=\d+MB/s wait=\d+% train=\d+\.\dKtok/s \| epoch~\d+\.\d\d ETA=\d+(\.\d)?[smhd]"
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, conversations: list[dict[str, Any]]) -> Path:
+    return runs.make_inputs(tmp_path_factory.mktemp("inputs"), model=tiny_target, conversations=conversations)
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, inputs: Path, tiny_target: Path):
+    return lambda name="run", **train: runs.make_run(tmp_path / name, inputs, model=tiny_target, train=train)
+
+
+@pytest.fixture
+def make_trainer(make_run):
+    def make(**train: Any) -> Trainer:
+        config = RunConfig.load(make_run(**train))
+        ranks = Ranks()
+        return Trainer(prepare(config, keys.train_key(config), ranks, torch.device("cpu")), ranks, Progress(None))
+
+    return make
+
+
+def take_step(trainer: Trainer, number: int = 0) -> None:
+    step = trainer.order.step(number)
+    trainer.train_step(step, [trainer.setup.loader.load(job) for job in trainer._jobs(step)], began=0.0, waited_s=0.0)
+
+
+def test_training_leaves_a_finished_drafter(make_run, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = make_run(epochs=2, evaluate_every=3, checkpoint_every=4, lr=3e-3, noise=0.01, ema=0.9)
+    folder = runs.train_here(run_file)
+    manifest = read_manifest(folder, kind="drafter")
+    assert damaged_files(folder, manifest, deep=True) == []
+    shape = DrafterShape.from_dict(json.loads((folder / "drafter" / "shape.json").read_text()))
+    tensors = load_file(folder / "drafter" / "model.safetensors")
+    drafter = Drafter(shape)
+    drafter.load_state_dict(tensors, strict=True)
+    assert all(tensor.dtype == torch.float32 and bool(tensor.isfinite().all()) for tensor in tensors.values())
+    rows = runs.metrics(run_file)
+    trained, evaluated = [row for row in rows if "loss" in row], [row for row in rows if "heldout" in row]
+    steps = manifest["steps"]
+    assert [row["step"] for row in trained] == list(range(1, steps + 1))
+    assert evaluated[-1]["step"] == steps and evaluated[0]["step"] == 3
+    assert manifest["heldout"] == evaluated[-1]["heldout"] and manifest["metrics"] == trained[-1]
+    assert sum(row["loss"] for row in trained[-3:]) < sum(row["loss"] for row in trained[:3])
+    assert trained[0]["epoch"] > 0 and trained[-1]["epoch"] == 2 and trained[-1]["eta_s"] == 0
+    corpus = runs.open_corpus(run_file)
+    assert trained[-1]["tokens"] == 2 * int(corpus.lengths[~corpus.heldout].sum()) == manifest["tokens"]
+    assert [path for path in (folder / "tensorboard").iterdir() if path.stat().st_size > 100]
+    lines = [line for line in capsys.readouterr().out.splitlines() if " loss=" in line and "held-out" not in line]
+    assert len(lines) == steps and all(LINE.fullmatch(line) for line in lines), lines
+    # the exported weights are the average, not the masters
+    saved, _ = newest(folder / "checkpoints", key=manifest["key"])
+    assert saved is not None and saved.step == steps
+    state = load_file(saved.folder / "state.safetensors")
+    flat = torch.cat([tensors[name].flatten() for name, _ in drafter.named_parameters()])
+    assert torch.equal(flat, state["ema"]) and not torch.equal(flat, state["master"])
+
+
+def test_step_normalises_by_the_weights_of_all_micro_batches(make_trainer) -> None:
+    trainer = make_trainer(micro_batches_per_step=3)
+    number = next(n for n in range(trainer.order.total_steps) if len(trainer.order.step(n).micro_batches) == 3)
+    step = trainer.order.step(number)
+    outputs = [trainer.losses(trainer.move(trainer.setup.loader.load(job), noise=0.0)) for job in trainer._jobs(step)]
+    total = sum(out.loss_sum for out in outputs) / sum(float(out.weight_sum) for out in outputs)
+    weights = trainer.setup.weights
+    gradients = torch.autograd.grad(total, weights.parameters)
+    expected = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    take_step(trainer, number)
+    assert trainer.last_row["grad_norm"] == pytest.approx(float(expected), rel=1e-5)
+    assert trainer.last_row["loss"] == pytest.approx(float(total.detach()), rel=1e-6)
+    assert not weights.gradient.any()
+
+
+def test_micro_batch_without_anchors_changes_nothing(make_trainer) -> None:
+    trainer = make_trainer()
+    step = trainer.order.step(0)
+    with_anchors = trainer.setup.loader.load(trainer._jobs(step)[0])
+    rows = [int(row) for row in with_anchors.job.rows]
+    empty = trainer.setup.loader.load(Job(0, 1, 0, rows, with_anchors.job.shape, anchors=[np.zeros(0, np.int64)] * len(rows)))
+    before = trainer.setup.weights.master.clone()
+    trainer.train_step(step, [empty], began=0.0, waited_s=0.0)
+    assert trainer.last_row["loss"] == 0 and trainer.last_row["grad_norm"] == 0
+    assert torch.equal(trainer.setup.weights.master, before)
+    trainer.train_step(step, [], began=0.0, waited_s=0.0)
+    assert torch.equal(trainer.setup.weights.master, before)
+    trainer.train_step(step, [with_anchors, empty], began=0.0, waited_s=0.0)
+    both = trainer.last_row["loss"]
+    assert not torch.equal(trainer.setup.weights.master, before) and trainer.setup.weights.master.isfinite().all()
+    other = make_trainer()
+    other.train_step(step, [with_anchors], began=0.0, waited_s=0.0)
+    assert other.last_row["loss"] == both and torch.equal(other.setup.weights.master, trainer.setup.weights.master)
+
+
+def test_one_nan_in_the_store_stops_before_the_update(make_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(checkpoint_every=1)
+    row = int(trainer.order.step(1).micro_batches[0][-1])
+    stored, read = int(trainer.setup.loader.stored[row]), trainer.setup.loader.store.read_encoded
+
+    def poisoned(indices: list[int], layers: list[int]):
+        batch = read(indices, layers)
+        if stored in indices:
+            token = int(batch.offsets[indices.index(stored)]) + 2
+            batch.arrays["high"][1, token, 5] = 0xFF  # an exponent of ones ...
+            batch.arrays["low"][1, token, 5] = 0x80  # ... and a mantissa that is not zero: NaN
+        return batch
+
+    monkeypatch.setattr(trainer.setup.loader.store, "read_encoded", poisoned)
+    take_step(trainer, 0)
+    before = trainer.setup.weights.master.clone()
+    with pytest.raises(TrainError, match=rf"step 2: .* not finite.*row {row} \(.*corpus\.jsonl:\d+, [0-9a-f]{{8}}\), layer 1, token 2\."):
+        take_step(trainer, 1)
+    assert torch.equal(trainer.setup.weights.master, before)
+    assert trainer.setup.optimizer.steps_taken == 1
+
+
+def test_no_checkpoint_is_written_from_a_diverged_run(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash_offline.train import loop
+
+    real = loop.block_loss
+    calls = []
+
+    def exploding(*args: Any, **options: Any):
+        calls.append(1)
+        out = real(*args, **options)
+        return out if len(calls) < 5 else type(out)(out.loss_sum * float("nan"), *(out.weight_sum, out.correct, out.nll, out.probability))
+
+    monkeypatch.setattr(loop, "block_loss", exploding)
+    run_file = make_run(checkpoint_every=1, micro_batches_per_step=1)
+    with pytest.raises(TrainError, match=r"step 5: .*Samples: row \d+ .*All their hidden states are finite\. Last checkpoint: step 4\."):
+        runs.train_here(run_file)
+    assert not (runs.drafter_folder(run_file) / "manifest.json").exists()
+
+
+def test_incomplete_capture_is_refused(tmp_path: Path, tiny_target: Path, conversations: list[dict[str, Any]]) -> None:
+    inputs = runs.make_inputs(tmp_path, model=tiny_target, conversations=conversations, captured=5)
+    total = len(runs.open_corpus(inputs / "run.toml"))
+    with pytest.raises(TrainError, match=f"capture incomplete, 5/{total} rows"):
+        runs.train_here(inputs / "run.toml")
+
+
+def test_gpu_run_file_without_a_gpu_is_refused(make_run) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(TrainError, match="sees no GPU"):
+        runs.train_here(make_run(gpus=[0]))
+
+
+def test_too_slow_a_run_stops(make_run) -> None:
+    run_file = make_run(epochs=20, micro_batches_per_step=1, min_tokens_per_s=1e12, log_every=100)
+    with pytest.raises(TrainError, match="below .train. min_tokens_per_s"):
+        runs.train_here(run_file)
+
+
+def test_checkpoint_of_another_data_order_is_refused(make_run) -> None:
+    run_file = make_run(max_steps=2, checkpoint_every=1)
+    folder = runs.train_here(run_file)
+    state = folder / "checkpoints" / "step-000002"
+    content = json.loads((state / "state.json").read_text())
+    content["facts"]["shape"] = "another"
+    (state / "state.json").write_text(json.dumps(content))
+    manifest = read_manifest(state)
+    from dflash_offline.manifest import write_manifest
+
+    write_manifest(state, kind="checkpoint", key=manifest["key"])
+    with pytest.raises(CheckpointError, match="shape was 'another'"):
+        runs.train_here(run_file)
+
+
+def test_heldout_replay_is_that_of_the_evaluator(make_trainer) -> None:
+    trainer = make_trainer(epochs=10, lr=1e-2, anchors=64)
+    for number in range(trainer.order.total_steps):
+        take_step(trainer, number)
+    trainer.evaluate()
+    scored = heldout.Scores()
+    with torch.no_grad():
+        for job in trainer.heldout_jobs:
+            batch = trainer.setup.loader.load(job)
+            out, live = trainer.losses(trainer.move(batch, noise=0.0)), batch.blocks.num_live
+            scored.add(
+                job,
+                loss_sum=float(out.loss_sum.detach()),
+                weight_sum=float(out.weight_sum),
+                correct=out.correct[:live, 1:].numpy(),
+                supervised=batch.supervised[:live, 1:].numpy(),
+            )
+    setup = trainer.setup
+    summary = scored.summary(setup.corpus)
+    embedding, head = load_embedding_and_head(Path(setup.config.target.model), dtype=torch.float32, device="cpu")
+    results = []
+    for row in heldout.choose_rows(setup.corpus, 64):
+        sample = setup.loader.store[int(setup.loader.stored[row])]
+        hidden, ids, mask = sample.hidden_states().flatten(1).float(), torch.tensor(sample.input_ids), torch.tensor(sample.loss_mask)
+        results.append(replay(setup.drafter, embedding, head, hidden, ids, mask))
+    pooled = ReplayResult.pooled(results)
+    assert summary["tau_replay"] == pytest.approx(pooled.tau, rel=1e-9) and pooled.tokens > 1.02 * pooled.steps
+    low, high = summary["tau_replay_interval"]
+    assert low <= summary["tau_replay"] <= high and low < high
+
+
+def test_heldout_jobs_cover_every_anchor_once(make_trainer) -> None:
+    trainer = make_trainer(slots_per_batch=64)
+    corpus, seen = trainer.setup.corpus, {}
+    for job in trainer.heldout_jobs:
+        assert sum(len(positions) for positions in job.anchors) <= job.shape.blocks
+        assert sum(int(corpus.lengths[row]) for row in job.rows) <= job.shape.context
+        for row, positions in zip(job.rows, job.anchors, strict=True):
+            seen.setdefault(int(row), []).extend(positions.tolist())
+    assert sorted(seen) == np.flatnonzero(corpus.heldout).tolist()
+    for row, positions in seen.items():
+        mask = np.array(corpus.row(row).loss_mask)
+        assert positions == [p for p in range(len(mask) - 1) if mask[p] and mask[p + 1]]
+
+
+def test_walk_by_hand() -> None:
+    # one answer at tokens 3..9: first step takes 2 + 1, the second would take 5 but three are left
+    assert heldout.walk({3: 2, 6: 4, 9: 0}, [(3, 10)]) == (6, 2)
+    assert heldout.walk({3: 0, 4: 0, 5: 0}, [(3, 6)]) == (2, 2)
+    assert heldout.walk({}, []) == (0, 0)
+
+
+def test_status_line_shape() -> None:
+    row = {"elapsed_s": 840.0, "step": 8, "loss": 9.81, "acc": 0.031, "streak": 0.12, "tau": 1.12, "lr": 6e-5, "noise": 0.0003}
+    row |= {"read_bytes_per_s": 412e6, "wait_share": 0.01, "tokens_per_s": 23500.0, "epoch": 0.01, "eta_s": 1.3 * 3600}
+    assert records.status_line(row) == (
+        "[14m] step=8 loss=9.81 acc=0.031 streak=0.12 tau=1.12 lr=6.0e-05 noise=0.0003 "
+        "| read=412MB/s wait=1% train=23.5Ktok/s | epoch~0.01 ETA=1.3h"
+    )
+
+
+def test_throughput_watch_says_once_what_got_slow() -> None:
+    watch = records.ThroughputWatch(skip=1)
+    for _ in range(30):
+        assert watch.step("bucket 1", tokens=1000, seconds={"waiting for data": 0.01, "the step": 0.09}) is None
+    said = [watch.step("bucket 1", tokens=1000, seconds={"waiting for data": 0.9, "the step": 0.1}) for _ in range(40)]
+    assert len([line for line in said if line]) == 1
+    assert "time goes to: waiting for data" in next(line for line in said if line)
+    assert watch.rate == pytest.approx(1000)
+
+
+def test_records_drop_what_a_resumed_run_will_write_again(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
+    files = records.Records(tmp_path, after=1)
+    files.write({"step": 2, "loss": 1.25})
+    files.close()
+    assert [row["loss"] for row in records.read_metrics(tmp_path / "metrics.jsonl")] == [2.0, 1.25]
+
+
+def test_sigterm_saves_and_exits_143(make_run) -> None:
+    run_file = make_run(epochs=200, log_every=1, checkpoint_every=100000)
+    with runs.RankProcesses(run_file) as rank:
+        rank.wait_for_step(3)
+        rank.signal(signal.SIGTERM)
+        ((status, out, err),) = rank.output()
+    assert status == 143 and not err, err
+    last = runs.losses(run_file)[-1][0]
+    saved, _ = newest(runs.drafter_folder(run_file) / "checkpoints", key=keys.train_key(RunConfig.load(run_file)))
+    assert saved is not None and saved.step == last and f"stopped at step {last}" in out
