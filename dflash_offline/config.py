@@ -239,7 +239,7 @@ class EvaluateConfig(Section):
     max_new_tokens: PositiveInt = Field(256, description="Most tokens generated for one turn.")
     heldout_rows: PositiveInt = Field(64, description="Most held-out conversations used for tau_replay.")
     heldout_loop_rows: Annotated[int, Field(ge=0)] = Field(
-        8,
+        4,
         description="Held-out answers that the real loop generates too, so that its acceptance length stands beside tau_replay; 0 for none.",
     )
     baseline: bool = Field(True, description="Also time the target alone and check that the output is its own greedy output.")

@@ -58,7 +58,7 @@ def answers(loss_mask: np.ndarray | torch.Tensor) -> list[tuple[int, int]]:
 
     Runs of one token are left out: the prefill gives it, no step is needed.
     """
-    mask = np.asarray(torch.as_tensor(loss_mask).cpu()).astype(bool)
+    mask = (loss_mask.cpu().numpy() if isinstance(loss_mask, torch.Tensor) else np.asarray(loss_mask)).astype(bool)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2) if end - start > 1]
 
@@ -69,7 +69,7 @@ def streaks(
     embedding: torch.Tensor,  # [V, H]
     head: torch.Tensor,  # [V, H]
     hidden_rows: torch.Tensor,  # [T, K*H]
-    input_ids: torch.Tensor,  # [T]
+    input_ids: torch.Tensor | np.ndarray,  # [T]
     anchors: list[int],
     ends: list[int],
     *,
@@ -87,7 +87,8 @@ def streaks(
         anchors_per_pass: blocks in one drafter pass.
     """
     shape, device, dtype = drafter.shape, embedding.device, embedding.dtype
-    ids = torch.as_tensor(input_ids).to(device, torch.long)
+    # a copy: rows of a corpus are read-only memory maps
+    ids = (input_ids if isinstance(input_ids, torch.Tensor) else torch.from_numpy(np.array(input_ids))).to(device, torch.long)
     context = hidden_rows.to(device, dtype)
     at_once = anchors_per_pass or ANCHORS_PER_PASS.get(device.type, ANCHORS_PER_PASS_ELSEWHERE)
     counts: list[int] = []
@@ -118,8 +119,8 @@ def replay(
     embedding: torch.Tensor,
     head: torch.Tensor,
     hidden_rows: torch.Tensor,
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
+    input_ids: torch.Tensor | np.ndarray,
+    loss_mask: torch.Tensor | np.ndarray,
     *,
     only_answer: int | None = None,
     anchors_per_pass: int | None = None,

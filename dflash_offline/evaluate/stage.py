@@ -129,18 +129,18 @@ def run_files(
 
 
 def heldout_rows(config: RunConfig, shape: DrafterShape) -> list[HeldoutRow]:
-    """The first ``[evaluate] heldout_rows`` held-out conversations, read from the store."""
+    """Up to ``[evaluate] heldout_rows`` held-out conversations, the same that training evaluates on, read from the store."""
     from dflash_offline.corpus import Corpus
     from dflash_offline.store import HiddenStateStore
+    from dflash_offline.train.heldout import choose_rows
 
     layout = Layout(config.root_dir)
     corpus = Corpus.open(layout.corpus(keys.corpus_key(config)))
-    chosen = [index for index in range(len(corpus)) if corpus.heldout[index]][: config.evaluate.heldout_rows]
+    chosen = choose_rows(corpus, config.evaluate.heldout_rows)
     if not chosen:
         return []
     store = HiddenStateStore(layout.store(keys.capture_key(config)))
-    captured = identity.capture_layer_ids(config)
-    positions = [captured.index(i) for i in shape.target_layer_ids]
+    positions = store.positions(shape.target_layer_ids)
     rows = []
     for index in chosen:
         row = corpus.row(index)
