@@ -21,7 +21,7 @@ from dflash_offline import keys
 from dflash_offline.capture import Replica
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import prepare
-from dflash_offline.errors import TargetError
+from dflash_offline.errors import StoreError, TargetError
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import read_manifest
 from dflash_offline.plan import make_plan
@@ -235,6 +235,25 @@ def test_last_hidden_is_one_more_tap(run: Callable[..., Run], tiny_target: Path)
     sample = store[0]
     want = target.capture(torch.from_numpy(np.asarray(sample.input_ids, np.int64))[None])[0]
     torch.testing.assert_close(sample.hidden_states().float(), want, rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+def test_other_codecs_and_statistics_that_are_measured_once(run: Callable[..., Run], codec: str) -> None:
+    made = run(12, store=SMALL_PARTS | {"codec": codec})
+    made.capture()
+    path = made.store_path.with_name("channel_statistics.safetensors")
+    assert path.exists() == (codec != "bf16")
+    once = path.read_bytes() if path.exists() else b""
+    first = made.content()
+    made.begin_again()
+    made.capture()
+    assert (path.read_bytes() if path.exists() else b"") == once
+    assert same_content(first, made.content())
+    if codec != "bf16":
+        for name in (path, made.store_path / made.plan.parts[0].name):
+            name.rename(name.with_name("gone"))
+        with pytest.raises(StoreError, match="missing; the channel statistics"):
+            made.capture()
 
 
 def test_progress_file_tells_parts_speed_and_time_left(run: Callable[..., Run], tmp_path: Path) -> None:

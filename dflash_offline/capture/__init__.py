@@ -7,6 +7,7 @@ know nothing of each other; they meet at the lease files and at the manifests of
 ``replica.py``    what one replica does: claim a part, run its batches, commit it, until none is left
 ``forward.py``    batches of rows -> tapped hidden states: padding, compiled layers, out of memory
 ``checks.py``     taps against transformers' own hidden states, before anything is written
+``statistics.py`` channel statistics of int codecs, measured once per store
 ``job.py``        one part on its way to the disk, in a thread, so that the GPU never waits for it
 ``__main__.py``   the stage
 ================  ====================================================================================

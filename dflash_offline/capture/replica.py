@@ -17,6 +17,8 @@ from dflash_offline import demo, identity, keys, target
 from dflash_offline.capture.checks import check_taps
 from dflash_offline.capture.forward import Forwarder
 from dflash_offline.capture.job import Backlog, LeaseLostError, PartJob
+from dflash_offline.capture.statistics import channel_statistics
+from dflash_offline.codecs import ChannelStatistics
 from dflash_offline.config import DEMO_MODEL, RunConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.errors import StoreError, TargetError
@@ -66,7 +68,7 @@ class Replica:
         self.target: target.Target | None = None
         self.backlog = Backlog(BACKLOG_BATCHES)
         self.jobs: list[PartJob] = []
-        self.statistics: Any = None
+        self.statistics: ChannelStatistics | None = None
         self._facts: target.TargetFacts | None = None
         self._checked = False
         self._seen, self._looked = set[str](), 0.0
@@ -278,6 +280,7 @@ class Replica:
             "attention": config.attention,
             "compiled": self.forwarder.compiled,
         }
+        self.statistics = channel_statistics(self.config.store.codec, self.store_path, self.plan, self.corpus, self.forwarder)
         self._say_changes()
 
     def _self_check(self, input_ids: np.ndarray, taps: list[torch.Tensor]) -> None:
