@@ -39,4 +39,8 @@ def make_attention(name: str) -> Attention:
             from dflash_offline.attention.flex import FlexAttention  # its import takes seconds, and a CPU does without
 
             return FlexAttention()
-    raise TrainError(f"attention = {name!r} is not known; known are eager, sdpa, flex")
+        case "triton":
+            from dflash_offline.attention.intervals import IntervalAttention
+
+            return IntervalAttention()
+    raise TrainError(f"attention = {name!r} is not known; known are eager, sdpa, flex, triton")
