@@ -18,6 +18,8 @@ import signal
 import sys
 import tempfile
 import threading
+import zlib
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -34,7 +36,8 @@ DEFAULTS = {
     "core": {
         "workers": str(MAX_TASKS),
         "log_level": "INFO",
-        "lock_pid_dir": f"{tempfile.gettempdir()}/luigi-{os.getuid()}",
+        # Luigi's "already running" compares command lines only; the same command in another folder is another run
+        "lock_pid_dir": f"{tempfile.gettempdir()}/luigi-{os.getuid()}-{zlib.crc32(os.fsencode(Path.cwd())):08x}",
     },
     "worker": {
         "force_multiprocessing": "true",
