@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _SHOWN: dict[str, dict[str, Any]] = {
     "export": {"formats": None},
 }
 
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _HEAD = """\
 # Run file of dflash_offline for a machine with eight GPUs: the target captures on GPUs 0-4, the drafter trains on 5-7.
 # Fill in [target] model and [corpus] files (and [evaluate] prompts, or leave them out with []), then:
@@ -53,12 +55,13 @@ def _sections() -> dict[str, type[BaseModel]]:
 def toml_text(value: Any) -> str:
     """A value as TOML."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{name} = {toml_text(item)}" for name, item in value.items()) + " }" if value else "{}"
+        names = {name: name if _BARE_KEY.fullmatch(name) else json.dumps(name, ensure_ascii=False) for name in value}
+        return "{ " + ", ".join(f"{names[name]} = {toml_text(item)}" for name, item in value.items()) + " }" if value else "{}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_text(item) for item in value) + "]"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 100_000:
         return f"{value:_}"
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML string, except that TOML has no surrogate pairs
 
 
 def commented_run_file() -> str:

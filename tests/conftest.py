@@ -47,7 +47,9 @@ def tiny_tokenizer_dir(tmp_path_factory: pytest.TempPathFactory, conversations: 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     tokenizer.train_from_iterator((message["content"] for row in conversations for message in row["messages"]), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>")
     fast.chat_template = CHATML
@@ -143,6 +145,44 @@ def run_file(tmp_path: Path, tiny_target: Path, conversations: list[dict[str, An
         return write_run_file(tmp_path, model=tiny_target, files=[corpus], **overrides)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, conversations: list[dict[str, Any]]) -> Path:
+    """A folder with run.toml, conversations, prompts and the finished run in dflash-run/, made by ``dflash-offline smoke``.
+
+    Copy it (``shutil.copytree``) before changing anything in it: keys do not depend on the place.
+    """
+    import shutil
+    import subprocess
+    import sys
+
+    base = tmp_path_factory.mktemp("finished")
+    corpus, prompts = base / "corpus.jsonl", base / "sums.jsonl"
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in conversations[:30]), encoding="utf-8")
+    shutil.copy(REPOSITORY / "data" / "demo-prompts.jsonl", prompts)
+    write_run_file(
+        base, model=tiny_target, files=[corpus], evaluate={"prompts": ["sums.jsonl"], "max_new_tokens": 8, "heldout_loop_rows": 1}
+    )
+    command = [sys.executable, "-m", "dflash_offline.cli", "smoke", "--rows", "16", "--steps", "3", "--keep"]
+    done = subprocess.run(command, cwd=base, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "smoke run passed in" in done.stdout
+    made, folder = base / "out" / "smoke", base / "run"
+    folder.mkdir()
+    (made / "run").rename(folder / "dflash-run")
+    shutil.move(made / "conversations.jsonl", folder)
+    shutil.copy(prompts, folder)
+    text = (made / "run.toml").read_text(encoding="utf-8")
+    for old, new in (
+        (str(made / "run"), "dflash-run"),
+        (str(made / "conversations.jsonl"), "conversations.jsonl"),
+        (str(prompts), "sums.jsonl"),
+    ):
+        assert json.dumps(old) in text
+        text = text.replace(json.dumps(old), json.dumps(new))
+    (folder / "run.toml").write_text(text, encoding="utf-8")
+    return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

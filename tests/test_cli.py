@@ -1,0 +1,227 @@
+"""The command line without a run: help, errors in one line, init, doctor, plan, smoke's run file."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dflash_offline import doctor, estimate, reference, smoke
+from dflash_offline.cli import main
+from dflash_offline.config import RunConfig
+from dflash_offline.corpus import prepare
+from dflash_offline.errors import CorpusError
+from dflash_offline.keys import capture_key, corpus_key
+from dflash_offline.layout import Layout
+from dflash_offline.progress import Progress
+
+
+def run(*arguments: str, status: int = 0, **options: Any) -> Result:
+    result = CliRunner().invoke(main, list(arguments), **options)
+    assert result.exit_code == status, (result.output, result.exception)
+    return result
+
+
+def of_another_target(path: Path, model: str) -> Path:
+    """The run file with another [target] model."""
+    lines = [f'model = "{model}"' if line.startswith("model = ") else line for line in path.read_text().splitlines()]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_every_command_has_help_that_fits_a_line() -> None:
+    listed = run("--help").output
+    assert list(main.commands)[:3] == ["init", "doctor", "plan"], "in the order of use"
+    for name, command in main.commands.items():
+        assert f"  {name} " in listed
+        assert command.help and command.get_short_help_str(limit=200)
+        run(name, "--help")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom dflash_offline.cli import main\nmain(['--help'], standalone_mode=False)\n"
+        "sys.exit([name for name in ('torch', 'numpy', 'pydantic', 'zarr', 'luigi', 'rich', 'transformers') if name in sys.modules] or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_mistyped_command_finds_its_neighbour() -> None:
+    assert "unknown command 'staus'; did you mean 'status'?" in run("staus", status=2).output
+    assert "unknown command 'xyzzy'; known are init, doctor" in run("xyzzy", status=2).output
+
+
+def test_errors_are_one_line_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[target]\nmodel = "x"\ngpus = "foo"\n[corpus]\nfiles = ["a"]\n')
+    done = subprocess.run([sys.executable, "-m", "dflash_offline.cli", "status"], cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == 'error: run.toml: [target]: gpus = \'foo\': must be a list of whole numbers, "all" or "cpu"\n'
+    assert "no such run file" in run("plan", "--config", str(tmp_path / "absent.toml"), status=1).output
+
+
+def test_without_a_run_file_the_embedded_one_is_used_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("status", "--json")
+    assert "no run.toml in this folder: using the embedded run file" in result.stderr
+    assert json.loads(result.stdout)["root"] == str(tmp_path / "dflash-run")
+
+
+def test_init_writes_a_run_file_for_eight_gpus(tmp_path: Path) -> None:
+    text = run("init").output
+    (tmp_path / "run.toml").write_text(text)
+    config = RunConfig.load(tmp_path / "run.toml")
+    assert config.target.gpus == [0, 1, 2, 3, 4] and config.train.gpus == [5, 6, 7]
+    assert config.corpus.bucket_edges == [770, 1216, 1728, 2432, 3296, 8193]
+    for name, field in RunConfig.model_fields.items():
+        if name == "root":
+            continue
+        for key, inner in field.annotation.model_fields.items():  # type: ignore[union-attr]
+            assert f"\n{key} = " in text or f"\n# {key} = " in text, f"[{name}] {key} is not in it"
+            assert f"# {inner.description}\n" in text
+
+
+def test_init_shows_every_default_as_it_is(tmp_path: Path) -> None:
+    """With every commented setting that has a value switched on, the file still says the defaults."""
+    lines = []
+    for line in run("init").output.splitlines():
+        body = line.removeprefix("# ")
+        setting = line.startswith("# ") and " = " in body and body.split(" = ")[0].isidentifier() and "unset" not in body
+        lines.append(body if setting else line)
+    text = "\n".join(lines)
+    plain, all_on = tomllib.loads(run("init").output), tomllib.loads(text)
+    assert sum(len(section) for section in all_on.values() if isinstance(section, dict)) > 60
+    (tmp_path / "run.toml").write_text(text)
+    assert RunConfig.load(tmp_path / "run.toml").model_dump() == RunConfig.model_validate(plain).model_dump()
+
+
+def test_init_demo_leads_to_the_demo_data_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (tmp_path, Path(reference.__file__).parent.parent):
+        monkeypatch.chdir(folder)
+        text = run("init", "--demo").output
+        path = tmp_path / "demo.toml"
+        path.write_text(text if folder == tmp_path else text.replace('"data/', f'"{folder}/data/'))
+        config = RunConfig.load(path)
+        assert config.files(config.corpus.files, where="files")[0].is_file()
+        assert config.files(config.evaluate.prompts, where="prompts")[0].is_file()
+        assert config.target.model == "demo:smollm2"
+
+
+def test_reference_page_is_up_to_date() -> None:
+    page = Path(reference.__file__).parent.parent / "docs" / "run-file.md"
+    assert page.read_text(encoding="utf-8") == reference.reference_page(), "run: python -m dflash_offline.reference > docs/run-file.md"
+
+
+def test_doctor_passes_here(run_file: Callable[..., Path]) -> None:
+    path = run_file()
+    checks = {check["name"]: check for check in json.loads(run("doctor", "--json", "--config", str(path)).output)}
+    assert {"python", "torch", "target", "disk", "file locks", "luigid", "[target] gpus"} <= set(checks)
+    assert all(check["level"] in ("ok", "warn") for check in checks.values())
+    assert list(path.parent.glob(".dflash-doctor*")) == []
+
+
+def test_doctor_fails_with_what_to_do(run_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path = of_another_target(run_file(target={"gpus": [0]}), "absent/model/folder")
+    result = run("doctor", "--json", "--config", str(path), status=1)
+    failed = {check["name"]: check for check in json.loads(result.output) if check["level"] == "fail"}
+    assert {"[target] gpus", "target"} <= set(failed)
+    assert all(check["advice"] for check in failed.values())
+
+
+def test_doctor_notices_locks_that_do_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._locks(tmp_path / "probe", "ext4").level == "ok"
+    monkeypatch.setattr(doctor.fcntl, "flock", lambda file, operation: None)
+    assert doctor._locks(tmp_path / "probe", "nfs").level == "fail"
+
+
+def test_plan_before_and_after_the_corpus_is_prepared(run_file: Callable[..., Path]) -> None:
+    path = run_file()
+    before = json.loads(run("plan", "--json", "--config", str(path)).stdout)
+    config = RunConfig.load(path)
+    corpus = prepare(config, Layout(config.root_dir).corpus(corpus_key(config)), corpus_key(config), Progress(None))
+    after = json.loads(run("plan", "--json", "--config", str(path)).stdout)
+    assert after["is_exact"]
+    assert (after["rows"], after["tokens"]) == (len(corpus), int(corpus.lengths.sum()))
+    assert after["supervised_tokens"] == corpus.manifest["counts"]["supervised_tokens"]
+    assert before["tokens"] == pytest.approx(after["tokens"], rel=0.05)
+    assert before["rows"] == pytest.approx(after["rows"], rel=0.05)
+    assert before["fits"] and before["capture_s"] is None
+
+
+def test_plan_refuses_what_cannot_fit(run_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(run_file())
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda folder: usage._replace(free=1_000_000))
+    result = run("plan", "--config", path, status=1)
+    assert "the store needs" in result.stderr and "1.0 MB are free" in result.stderr
+    assert "free disk" in result.stdout
+    run("plan", "--config", path, "--force")
+
+
+def test_plan_names_idle_gpus_and_times(run_file: Callable[..., Path]) -> None:
+    path = run_file(target={"gpus": [0, 1, 2, 3, 4]}, train={"gpus": [5, 6, 7], "epochs": 2})
+    found = json.loads(run("plan", "--json", "--config", str(path), "--capture-tokens-per-s", "10", "--train-tokens-per-s", "100").stdout)
+    assert found["capture_s"] == pytest.approx(found["tokens"] / 50)
+    assert found["idle_capture_gpu_h"] == pytest.approx(3 * found["capture_s"] / 3600)
+    assert found["idle_train_gpu_h"] == pytest.approx(5 * found["train_s"] / 3600)
+    assert "3 GPUs wait during capture and 5 during training" in found["warnings"][0]
+
+
+@pytest.mark.parametrize("hidden, block", [(4096, 128), (5120, 160), (2560, 160), (576, 192), (64, 64), (2880, 192)])
+def test_scale_block_is_that_of_the_store_format(hidden: int, block: int) -> None:
+    assert estimate._scale_block(hidden) == block
+
+
+def test_bytes_of_the_published_sizes(run_file: Callable[..., Path], tmp_path: Path) -> None:
+    """51,200 bytes a token as bfloat16 for five taps of a 27B target with hidden size 5120."""
+    path = of_another_target(run_file(target={"capture_layer_ids": 5}), "wide")
+    (tmp_path / "wide").mkdir()
+    (tmp_path / "wide" / "config.json").write_text(json.dumps({"num_hidden_layers": 64, "hidden_size": 5120}))
+    sizes = estimate.token_bytes(RunConfig.load(path))
+    assert sizes["bf16"] == 51_200 + 5
+    assert sizes["int8"] <= 0.51 * 51_200 and sizes["int6"] <= 0.41 * 51_200 and sizes["int4"] <= 0.30 * 51_200
+
+
+def test_smoke_keeps_target_and_settings_and_takes_fewer_rows(run_file: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    (tmp_path / "p.jsonl").write_text("{}\n")
+    config = RunConfig.load(
+        run_file(
+            train={"lr": 5e-4, "max_steps": 7},
+            corpus={"chat_template": "mine.jinja", "chat_template_kwargs": {"thinking": [1, "x"]}},
+            evaluate={"prompts": ["p.jsonl"]},
+        )
+    )
+    folder = tmp_path / "else where"
+    folder.mkdir()
+    rows = smoke.take_rows(config, 10, folder / "c.jsonl")
+    assert rows == 10
+    (folder / "run.toml").write_text(smoke.reduced_run_file(config, corpus=folder / "c.jsonl", rows=rows, steps=20))
+    reduced = RunConfig.load(folder / "run.toml")
+    assert reduced.root_dir == folder / "run"
+    assert reduced.train.max_steps == 7 and reduced.train.lr == 5e-4
+    assert reduced.corpus.heldout_fraction == pytest.approx(0.4)
+    assert reduced.evaluate.max_prompts <= 2
+    assert reduced.corpus.chat_template_kwargs == {"thinking": [1, "x"]}
+    assert capture_key(reduced) == capture_key(config), "the same target, template, layers and codec"
+    assert reduced.drafter == config.drafter
+
+
+def test_smoke_says_when_there_is_no_conversation(run_file: Callable[..., Path], tmp_path: Path) -> None:
+    config = RunConfig.load(run_file())
+    (tmp_path / "corpus.jsonl").write_text("\n\n")
+    with pytest.raises(CorpusError, match="hold no conversation"):
+        smoke.take_rows(config, 10, tmp_path / "c.jsonl")
+
+
+@pytest.mark.parametrize("value", [1, 1.5, True, 'a"b\n', ["x", 2], {"k": [1]}, {"a.b c": "é 😀"}, {}, 123_456_789])
+def test_toml_text_reads_back(value: Any) -> None:
+    assert tomllib.loads(f"v = {reference.toml_text(value)}")["v"] == value
