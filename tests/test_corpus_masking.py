@@ -286,9 +286,7 @@ def test_control_strings_in_text_stay_text_and_do_not_move_the_mask(byte_level: 
         (made,) = bench.rows(row)
         messages = row["messages"]
         assert bench.supervised(made) == [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
-        system = (
-            1 if family == "qwen2.5" and messages[0]["role"] != "system" or family == "chatml" and messages[0]["role"] != "system" else 0
-        )
+        system = int(family in ("chatml", "qwen2.5") and messages[0]["role"] != "system")  # the default system turn
         starts = int((made.input_ids == bench.theirs.convert_tokens_to_ids("<|im_start|>")).sum())
         ends = int((made.input_ids == bench.theirs.convert_tokens_to_ids("<|im_end|>")).sum())
         assert starts == ends == len(messages) + system

@@ -118,12 +118,16 @@ def _answer(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, 
         return text, _content_span(template, text, messages, tools, cut=cut)
     dropped = _dropped_thinking(messages[-1], text)
     if text.startswith(prompt) and not dropped and not _header_follows(template, text, len(prompt), messages[-1]):
+        if messages[-1]["content"].strip() not in text[len(prompt) :] and not _thinks(messages[-1]):
+            notes.append("answers whose text the chat template changes")
         return text, _finish(template, text, Span(len(prompt), len(text), "prefix"), messages[-1], cut=cut)
     if not text.startswith(prompt) or dropped:
         composed = _compose(template, prompt, text, messages, tools, cut=cut)
         if composed is not None:
             return composed
-        notes.append("answers without the thinking that the generation prompt asks for")
+        opened = any(prompt.rstrip().endswith(opening) for opening, _ in THINKING)
+        what = "without the thinking that the generation prompt opens" if opened else "that do not continue the generation prompt"
+        notes.append(f"answers {what}; their own text is supervised")
     return text, _content_span(template, text, messages, tools, cut=cut)
 
 

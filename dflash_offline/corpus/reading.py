@@ -74,6 +74,42 @@ class _Source(io.RawIOBase):
         super().close()
 
 
+class _ZstdFile(io.RawIOBase):
+    """Unpacks zstd frames one after another. The package's own reader takes a cut file for a whole one."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise CorpusError(f"{path}: packed with zstd; `pip install zstandard` to read it") from None
+        self._file, self._new_frame, self._error = file, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+        self._frame: Any = None
+        self._packed = self._unpacked = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._unpacked:
+            if not self._packed:
+                self._packed = self._file.read(1 << 17)
+                if not self._packed:
+                    if self._frame is not None:
+                        raise EOFError("the file ends inside a frame")
+                    return 0
+            self._frame = self._frame or self._new_frame()
+            try:
+                self._unpacked = self._frame.decompress(self._packed)
+            except self._error as error:
+                raise EOFError(str(error)) from None
+            self._packed = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._unpacked))
+        buffer[:count], self._unpacked = self._unpacked[:count], self._unpacked[count:]
+        return count
+
+
 def is_data(path: Path) -> bool:
     """False for files that usually stand beside data (README, licence, the index of a saved data set)."""
     return _NO_DATA.fullmatch(path.name) is None
@@ -125,27 +161,16 @@ def _unpack(path: Path, head: bytes, source: _Source) -> IO[bytes]:
     if kind == "xz":
         return lzma.LZMAFile(raw)
     if kind == "zstd":
-        try:
-            import zstandard
-        except ImportError:
-            raise CorpusError(f"{path}: packed with zstd; `pip install zstandard` to read it") from None
-        return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        return io.BufferedReader(_ZstdFile(path, raw), BLOCK_BYTES)
     return raw
 
 
 def _chunks(source: _Source, file: IO[bytes]) -> Iterator[bytes]:
     """Unpacked bytes of the file; damaged packed data is a ``CorpusError``."""
-    errors: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, ValueError)
-    try:
-        import zstandard
-
-        errors = (*errors, zstandard.ZstdError)
-    except ImportError:
-        pass
     while True:
         try:
             chunk = file.read(BLOCK_BYTES)
-        except (*errors, OSError) as error:
+        except (EOFError, zlib.error, lzma.LZMAError, OSError, ValueError) as error:
             raise CorpusError(
                 f"{source.path}: damaged or cut short near byte {source.position:,} of the file ({' '.join(str(error).split())}); "
                 "copy it again, or unpack what is left of it to another file"
@@ -319,7 +344,7 @@ def _read_table(path: Path, head: bytes, file_index: int) -> Iterator[Block]:
                     piece = batch.select(columns).slice(start, _TABLE_ROWS)
                     yield Block(file_index, "table", _table_bytes(piece), row, min(size, file.tell()))
                     row += piece.num_rows
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
         raise CorpusError(f"{path}: damaged or cut short after row {row - 1} ({' '.join(str(error).split())[:200]})") from None
 
 
