@@ -387,7 +387,7 @@ def test_model_card(tmp_path: Path) -> None:
     card = (tmp_path / "z" / "README.md").read_text()
     for piece in (
         "license: mit",
-        "base_model: example/target",
+        'base_model: "example/target"',
         "| gsm8k | 2.60 | 2.50 to 2.70 | 80 |",
         "rows: 12",
         "acc 0.2222",

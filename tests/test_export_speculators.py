@@ -50,7 +50,11 @@ def test_speculators_computes_the_same_logits(tmp_path: Path, tiny_target: Path,
     ids, taps = torch.randint(3, 500, (120,)), torch.randn(120, 128).to(torch.bfloat16).float()
     anchors = torch.tensor([3, 17, 50, 51, 100])
     save_file({"input_ids": ids, "taps": taps, "anchors": anchors}, tmp_path / "in.safetensors")
-    command = [sys.executable, str(HERE / "speculators_reader.py"), *(str(tmp_path / name) for name in ("speculators", "in.safetensors", "out.safetensors"))]
+    command = [
+        sys.executable,
+        str(HERE / "speculators_reader.py"),
+        *(str(tmp_path / name) for name in ("speculators", "in.safetensors", "out.safetensors")),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = load_file(tmp_path / "out.safetensors")

@@ -16,7 +16,7 @@ from dflash_offline.export.conformance import Check, check_folder, require
 from dflash_offline.export.convert import convert
 from dflash_offline.export.formats import FORMATS, Format, TargetInfo, speculators_config, tensor_shapes, zlab_config
 from dflash_offline.export.reading import ExportedDrafter, check_fits, check_tensors, read_drafter, read_tensors
-from dflash_offline.export.stage import export, export_weights, load_trained
+from dflash_offline.export.stage import export, export_weights, load_checkpoint, load_trained
 from dflash_offline.export.writing import write_folder
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "convert",
     "export",
     "export_weights",
+    "load_checkpoint",
     "load_trained",
     "model_card",
     "read_drafter",

@@ -47,7 +47,7 @@ def model_card(
     lines = [
         "---",
         f"license: {license_name}",
-        f"base_model: {target.name}",
+        f"base_model: {json.dumps(target.name)}",
         "pipeline_tag: text-generation",
         "tags: [dflash, speculative-decoding, draft-model]",
         "---",
@@ -55,7 +55,8 @@ def model_card(
         f"# DFlash drafter for {target.name}",
         "",
         "A block-diffusion drafter ([arXiv 2602.06036](https://arxiv.org/abs/2602.06036)) for speculative decoding: "
-        f"{shape.num_layers} layers, {size / 1e6:.1f} M parameters, blocks of {slots} (one known token and {slots - 1} drafted ones). "
+        f"{shape.num_layers} layer{'s' * (shape.num_layers > 1)}, {size:,} parameters, blocks of {slots} "
+        f"(one known token and {slots - 1} drafted ones). "
         "It uses the target's own embedding and head and does nothing without that exact target.",
         "",
         "## Serve",

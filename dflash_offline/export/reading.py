@@ -230,9 +230,7 @@ def _zlab_shape(
         raise ExportError(f"{where}: dflash_config.causal is set; only blocks that see themselves both ways can be run")
     sizes = {size for size in (config.get("block_size"), inner.get("block_size")) if size is not None}
     if len(sizes) != 1:
-        raise ExportError(
-            f"{where}: block_size is given as {sorted(sizes) or 'nothing'}; it must be there once, or twice and equal"
-        )
+        raise ExportError(f"{where}: block_size is given as {sorted(sizes) or 'nothing'}; it must be there once, or twice and equal")
     mask = inner.get("mask_token_id", config.get("mask_token_id"))
     if mask is None:
         raise ExportError(f"{where}: no dflash_config.mask_token_id")

@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
-from dflash_offline import demo, identity, keys
+from dflash_offline import checkpoint, demo, identity, keys
 from dflash_offline.config import DEMO_MODEL, RunConfig
-from dflash_offline.drafter import DrafterShape
-from dflash_offline.errors import CheckpointError, DFlashError, ExportError
+from dflash_offline.drafter import Drafter, DrafterShape
+from dflash_offline.errors import DFlashError, ExportError
 from dflash_offline.export.card import model_card
 from dflash_offline.export.conformance import Check, check_folder, require
 from dflash_offline.export.formats import Format, TargetInfo
 from dflash_offline.export.reading import check_fits, read_tensors
 from dflash_offline.export.writing import write_folder
 from dflash_offline.layout import Layout
-from dflash_offline.manifest import read_json, read_manifest, write_bytes, write_json, write_manifest
+from dflash_offline.manifest import damaged_files, digest, read_json, read_manifest, write_bytes, write_json, write_manifest
 from dflash_offline.progress import Progress
-from dflash_offline.target import facts
+from dflash_offline.target import facts, resolve_mask_token_id
 
 
 def target_info(config: RunConfig, folder: Path) -> TargetInfo:
@@ -75,48 +76,39 @@ def export_weights(
     return checks
 
 
-def load_trained(folder: Path, *, step: int | None = None) -> tuple[DrafterShape, dict[str, torch.Tensor]]:
-    """Shape and weights of a trained drafter (``drafters/KEY``): the final ones, or those of the checkpoint of a step.
+def load_trained(folder: Path) -> tuple[DrafterShape, dict[str, torch.Tensor]]:
+    """Shape and final weights of a trained drafter (``drafters/KEY``)."""
+    return DrafterShape.from_dict(read_json(folder / "drafter" / "shape.json")), read_tensors(folder / "drafter")
+
+
+def load_checkpoint(folder: Path, step: int, shape: DrafterShape) -> dict[str, torch.Tensor]:
+    """Weights of the checkpoint of a step: the average where there is one, else the masters.
+
+    Args:
+        folder: ``drafters/KEY``.
+        shape: the drafter's; a checkpoint holds flat float32 values in the module's order and a digest of the shape.
 
     Raises:
-        ExportError: there is no such checkpoint, or it cannot be read.
+        ExportError: there is no such checkpoint, or it is of another shape.
     """
-    if step is None:
-        return DrafterShape.from_dict(read_json(folder / "drafter" / "shape.json")), read_tensors(folder / "drafter")
-    from dflash_offline import checkpoint
-
-    found = checkpoint.folder_of(folder / "checkpoints", step)
+    checkpoints = folder / "checkpoints"
+    found = checkpoint.folder_of(checkpoints, step)
     if not found.is_dir():
-        there = ", ".join(str(number) for number in checkpoint.steps(folder / "checkpoints")) or "none"
+        there = ", ".join(str(number) for number in checkpoint.steps(checkpoints)) or "none"
         raise ExportError(f"{folder}: no checkpoint of step {step}; there are {there}")
-    try:
-        return checkpoint_weights(found)
-    except (CheckpointError, KeyError) as error:
-        raise ExportError(f"{found}: cannot be exported ({error})") from None
-
-
-def checkpoint_weights(folder: Path) -> tuple[DrafterShape, dict[str, torch.Tensor]]:
-    """Weights out of a checkpoint: the average where there is one, else the masters. Flat float32 in module order."""
-    from safetensors.torch import load_file
-
-    from dflash_offline import checkpoint
-    from dflash_offline.drafter import Drafter
-
-    read_manifest(folder, kind=checkpoint.KIND)
-    shape = DrafterShape.from_dict(read_json(folder / checkpoint.STATE)["shape"])
-    flat = load_file(folder / checkpoint.TENSORS)
-    values = flat.get("ema", flat.get("master"))
-    if values is None:
-        raise ExportError(f"{folder}: holds {sorted(flat)}, but no weights called ema or master")
-    with torch.device("meta"):
-        parameters = dict(Drafter(shape).named_parameters())
+    manifest = read_manifest(found, kind=checkpoint.KIND)
+    if problems := damaged_files(found, manifest, deep=True):
+        raise ExportError(f"{found}: {problems[0]}; export another step")
+    if read_json(found / checkpoint.STATE)["facts"]["shape"] != digest(shape.to_dict()):
+        raise ExportError(f"{found}: was written with other drafter sizes than the run file asks for")
+    with safe_open(found / checkpoint.TENSORS, framework="pt") as file:
+        values = file.get_tensor("ema" if "ema" in file.keys() else "master")  # noqa: SIM118 (no mapping)
     tensors, offset = {}, 0
-    for name, parameter in parameters.items():
+    for name, parameter in Drafter(shape).named_parameters():
         tensors[name] = values[offset : offset + parameter.numel()].view(parameter.shape)
         offset += parameter.numel()
-    if offset != values.numel():
-        raise ExportError(f"{folder}: holds {values.numel():,} weights, its shape asks for {offset:,}")
-    return shape, tensors
+    assert offset == values.numel(), (offset, values.numel())
+    return tensors
 
 
 def export(config: RunConfig, key: str, progress: Progress, *, step: int | None = None, folder: Path | None = None) -> list[Path]:
@@ -135,8 +127,13 @@ def export(config: RunConfig, key: str, progress: Progress, *, step: int | None 
     assert step is None or folder is not None, "a checkpoint never goes where the final export belongs"
     manifest = read_manifest(trained, kind="drafter") if step is None else {}
     target_folder = demo.ensure_converted() if config.target.model == DEMO_MODEL else identity.target_folder(config)
-    shape, tensors = load_trained(trained, step=step)
     known = facts(target_folder, trust_remote_code=config.target.trust_remote_code)
+    if step is None:
+        shape, tensors = load_trained(trained)
+    else:
+        mask_token_id = resolve_mask_token_id(target_folder, config.drafter.mask_token_id)
+        shape = DrafterShape.from_target(known, config.drafter, identity.drafter_layer_ids(config), mask_token_id)
+        tensors = load_checkpoint(trained, step, shape)
     check_fits(shape, where=str(trained), hidden_size=known.hidden_size, vocab_size=known.vocab_size, num_layers=known.num_layers)
     target, training, datasets = target_info(config, target_folder), _training(config, manifest, step), _evaluation(config, layout)
     report: dict[str, list[dict[str, Any]]] = {}
@@ -161,6 +158,9 @@ def export(config: RunConfig, key: str, progress: Progress, *, step: int | None 
     return written
 
 
+_COUNTS = {"rows": "conversations", "heldout_rows": "held out of them", "tokens": "tokens", "supervised_tokens": "supervised tokens"}
+
+
 def _training(config: RunConfig, manifest: dict[str, Any], step: int | None) -> dict[str, Any]:
     """What the folder tells about its training."""
     train, drafter = config.train, config.drafter
@@ -180,7 +180,9 @@ def _training(config: RunConfig, manifest: dict[str, Any], step: int | None) -> 
     }
     if step is not None:
         told["settings"]["checkpoint of step"] = step
-    told["settings"] |= {name: manifest[name] for name in ("steps", "tokens", "seconds") if isinstance(manifest.get(name), (int, float))}
+    for name in ("steps", "tokens", "seconds"):
+        if isinstance(manifest.get(name), (int, float)):
+            told["settings"][f"{name} trained"] = manifest[name]
     corpus = Layout(config.root_dir).corpus(keys.corpus_key(config))
     try:
         counts = read_manifest(corpus, kind="corpus").get("counts", {})
@@ -188,11 +190,11 @@ def _training(config: RunConfig, manifest: dict[str, Any], step: int | None) -> 
         counts = {}
     told["data"] = {
         "files": ", ".join(sorted({Path(name).name for name in config.corpus.files})),
-        **{name: value for name, value in counts.items() if isinstance(value, (int, float))},
+        **{title: counts[name] for name, title in _COUNTS.items() if name in counts},
         "chat template options": json.dumps(config.corpus.chat_template_kwargs),
     }
-    heldout = manifest.get("heldout") or (manifest.get("metrics") or {}).get("heldout") or {}
-    told["heldout"] = {name: value for name, value in heldout.items() if isinstance(value, (int, float))}
+    heldout = manifest.get("heldout") or {}
+    told["heldout"] = {name: heldout[name] for name in ("loss", "acc", "tau", "tau_replay") if isinstance(heldout.get(name), (int, float))}
     return told
 
 
