@@ -282,12 +282,12 @@ SWEEP = [
 ]
 
 
-def start_luigi(folder: Path, task: str, **environment: str) -> "subprocess.Popen[str]":
+def start_luigi(folder: Path, task: str, *options: str, **environment: str) -> "subprocess.Popen[str]":
     (folder / "waiter.py").write_text(WAITER)
     (folder / "slow_pipeline.py").write_text(PIPELINE)
     write_run_file(folder, model=folder / "model", files=[folder / "none.jsonl"])
     return subprocess.Popen(
-        [sys.executable, "-m", "luigi", "--module", "slow_pipeline", task],
+        [sys.executable, "-m", "luigi", "--module", "slow_pipeline", task, *options],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), **environment},
         stdout=subprocess.PIPE,
@@ -356,6 +356,38 @@ def test_checkpoint_is_finished_on_sigterm(tmp_path: Path) -> None:
     assert luigi.returncode == 128 + signal.SIGTERM
     assert "rank-0: checkpoint written" in output and "rank-1: checkpoint written" in output
     assert "Traceback" not in output
+
+
+def test_same_command_twice_is_refused_and_another_command_waits_for_the_stage(tmp_path: Path) -> None:
+    first = start_luigi(tmp_path, "Ranks", MODE="wait")
+    wait_for_models(first, tmp_path, 2)
+    try:
+        again = start_luigi(tmp_path, "Ranks", MODE="wait")
+        output = again.communicate(timeout=30)[0]
+        assert again.returncode == 10 and "already running" in output
+        other = start_luigi(tmp_path, "Ranks", "--no-lock", MODE="wait")
+        assert other.stdout is not None
+        for line in other.stdout:
+            if "waiting for another run of Ranks, held by pid" in line:
+                break
+        else:
+            raise AssertionError("the second command did not wait")
+        (tmp_path / "out" / "done").touch()
+        first.terminate()
+        assert "started on" not in other.communicate(timeout=30)[0]  # it found the output there
+        assert other.returncode == 0
+    finally:
+        first.terminate()
+        first.communicate(timeout=30)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scenario", ["SIGTERM to luigi", "Ctrl-C", "SIGKILL to luigi"])
+@pytest.mark.parametrize("task", ["Replicas", "Ranks"])
+def test_nothing_is_left_running_where_psutil_is_not_installed(task: str, scenario: str, tmp_path: Path) -> None:
+    """Luigi ends task processes in another way without psutil."""
+    (tmp_path / "psutil.py").write_text("raise ImportError\n")
+    test_nothing_is_left_running(task, "stubborn", scenario, tmp_path)
 
 
 def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path) -> None:
