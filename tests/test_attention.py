@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_offline.attention import BlockLayout, dense_mask, make_attention
+from dflash_offline.attention import BlockLayout, SdpaAttention, choose_attention, dense_mask, make_attention, prove
 from dflash_offline.errors import TrainError
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
@@ -142,3 +142,45 @@ def test_flex_tiles_are_those_of_the_dense_mask(size, window):
     context_tiles = blocks.num_context // TILE
     assert torch.equal(every[:, :context_tiles], filled[:, :context_tiles]) and not every[:, context_tiles:].any()
     assert every.any() and (some & ~every).any()
+
+
+GEOMETRY = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": WIDTH, "block_size": 4, "dtype": torch.float32, "device": torch.device("cpu")}
+
+
+def test_a_right_path_is_proved_right():
+    proof = prove(SdpaAttention(), windows={None, 9}, **GEOMETRY)
+    assert set(proof.errors) == {"output", "query", "context key", "context value", "block key", "block value"}
+    assert max(proof.errors.values()) < 1e-5 and "sdpa" in str(proof)
+
+
+def test_a_path_that_shows_the_anchors_own_row_is_refused():
+    class Leaking(SdpaAttention):
+        def plan(self, blocks, window):
+            from dataclasses import replace
+
+            return super().plan(replace(blocks, context_end=(blocks.context_end + 1).clamp(max=blocks.num_context)), window)
+
+    with pytest.raises(TrainError, match="differs from the dense reference.*output"):
+        prove(Leaking(), windows={None}, **GEOMETRY)
+
+
+def test_a_path_with_a_wrong_gradient_is_refused():
+    class HalfGradient(SdpaAttention):
+        def attend(self, query, context_key, *rest):
+            return super().attend(query, context_key.detach() + 0.5 * (context_key - context_key.detach()), *rest)
+
+    with pytest.raises(TrainError, match="context key 5.0e-01"):
+        prove(HalfGradient(), windows={None}, **GEOMETRY)
+
+
+def test_the_switch_that_hides_a_race_is_refused(monkeypatch):
+    switch = "force_compile" + "_during_fx_trace"
+    monkeypatch.setattr(torch._dynamo.config, switch, True)
+    with pytest.raises(TrainError, match=switch):
+        prove(SdpaAttention(), windows={None}, **GEOMETRY)
+
+
+def test_auto_is_sdpa_on_a_cpu_and_names_are_taken_as_they_are():
+    cpu = torch.device("cpu")
+    assert choose_attention("auto", head_dim=64, dtype=torch.float32, device=cpu) == "sdpa"
+    assert choose_attention("eager", head_dim=64, dtype=torch.float32, device=cpu) == "eager"

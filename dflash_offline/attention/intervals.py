@@ -17,8 +17,6 @@ from torch import Tensor
 from dflash_offline.attention.blocks import BlockLayout
 from dflash_offline.errors import TrainError
 
-LARGEST_HEAD = 128
-
 
 @dataclass(frozen=True)
 class Tiles:

@@ -2,11 +2,14 @@
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from dflash_offline.attention.blocks import BlockLayout
 from dflash_offline.attention.dense import EagerAttention, SdpaAttention
 from dflash_offline.errors import TrainError
+
+LARGEST_HEAD = 128  # of the triton path
 
 
 class Attention(Protocol):
@@ -22,6 +25,20 @@ class Attention(Protocol):
         self, query: Tensor, context_key: Tensor, context_value: Tensor, block_key: Tensor, block_value: Tensor, plan: Any
     ) -> Tensor:
         """query [S, A, D], context_* [C, G, D], block_* [S, G, D] -> [S, A, D]."""
+
+
+def choose_attention(name: str, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Resolve ``"auto"`` to the fastest exact path of the device; any other name is taken as it is.
+
+    A GPU gets ``triton`` (bf16 or fp16, heads up to 128 wide) or else ``flex``; a CPU gets ``sdpa``. What is chosen is
+    still to be proved (``proof.prove``): a failure there is an error, never a slower path in silence.
+    """
+    if name != "auto":
+        return name
+    if device.type != "cuda":
+        return "sdpa"
+    suits = dtype in (torch.bfloat16, torch.float16) and head_dim <= LARGEST_HEAD and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "triton" if suits else "flex"
 
 
 def make_attention(name: str) -> Attention:
