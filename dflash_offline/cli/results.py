@@ -108,8 +108,15 @@ def evaluate(
 ) -> None:
     """Draft and verify on PROMPTS files (JSONL with messages): acceptance length, speed, and that the text is the target's own."""
     from dflash_offline.evaluate import evaluate_folder
+    from dflash_offline.progress import Progress
 
-    run = load_run(config)
+    class Told(Progress):
+        """Tells on stderr when stdout is for JSON."""
+
+        def say(self, text: str) -> None:
+            click.echo(text, err=as_json)
+
+    run, progress = load_run(config), Told(None)
     template = run.path(run.corpus.chat_template) if run.corpus.chat_template else None
     found = evaluate_folder(
         _target_folder(run),
@@ -122,7 +129,8 @@ def evaluate(
         chat_template_kwargs=run.corpus.chat_template_kwargs,
         chat_template=template,
         trust_remote_code=run.target.trust_remote_code,
-        say=lambda line: click.echo(line, err=as_json),
+        say=progress.say,
+        progress=progress,
     )
     if as_json:
         echo_json(_without_nan(found))

@@ -39,7 +39,8 @@ def page_blocks(facts: Facts) -> list[Block]:
 
 
 def _target(facts: Facts) -> str:
-    return facts.config.export.target_name or facts.config.target.model
+    model = facts.config.target.model
+    return facts.config.export.target_name or (model.rstrip("/").rsplit("/", 1)[-1] if model.startswith((".", "/", "~")) else model)
 
 
 def _result(facts: Facts) -> list[Block]:
@@ -47,7 +48,7 @@ def _result(facts: Facts) -> list[Block]:
     rows: list[list[str]] = []
     if overall.get("acceptance_length") is not None:
         rows.append(["acceptance length", f"{overall['acceptance_length']:.3f} tokens per verify step, mean of the data sets"])
-        same = f"{overall.get('identical', 0)} the same, {overall.get('near_ties', 0)} with a near-tie, {overall.get('different', 0)} different"
+        same = f"{overall.get('identical', 0)} the same, {overall.get('near_ties', 0)} near-ties, {overall.get('different', 0)} different"
         rows.append(["output against the target's own greedy text", same])
     replay = facts.evaluation.get("tau_replay") or {}
     if replay.get("tau") is not None:

@@ -1,0 +1,308 @@
+"""Commands on a finished run: status, inspect, show, stats, verify, diff, export, evaluate, generate, report, reset, prune."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from dflash_offline import keys
+from dflash_offline.cli import main
+from dflash_offline.config import RunConfig
+from dflash_offline.corpus import Corpus
+from dflash_offline.layout import Layout
+from dflash_offline.manifest import MANIFEST, read_manifest
+from dflash_offline.store import HiddenStateStore
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def command(finished_run: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs a command in the folder of the finished run, which it must leave as it is."""
+    return _commands_in(finished_run, monkeypatch)
+
+
+@pytest.fixture
+def own_command(finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """The same in a copy of it, ``Path.cwd()``."""
+    shutil.copytree(finished_run, tmp_path / "run")
+    yield _commands_in(tmp_path / "run", monkeypatch)
+
+
+def _commands_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    monkeypatch.chdir(folder)
+
+    def run(*arguments: Any, status: int = 0, **options: Any) -> Result:
+        result = CliRunner().invoke(main, [str(argument) for argument in arguments], **options)
+        assert result.exit_code == status, (result.output, result.exception)
+        return result
+
+    return run
+
+
+def config() -> RunConfig:
+    return RunConfig.load("run.toml")
+
+
+def store() -> Path:
+    return Layout(config().root_dir).store(keys.capture_key(config()))
+
+
+def test_status_says_complete(command: Command) -> None:
+    found = json.loads(command("status", "--json").stdout)
+    assert [stage["name"] for stage in found["stages"]] == ["corpus", "capture", "train", "export", "evaluate", "report"]
+    assert {stage["state"] for stage in found["stages"]} == {"complete"}
+    capture = found["stages"][1]["detail"]
+    assert re.fullmatch(r"(\d+) of \1 parts", capture), capture
+    assert found["training"]["step"] == 3
+    assert {process["alive"] for process in found["processes"]} == {False}
+    assert found["warnings"] == []
+    text = command("status").output
+    assert "complete" in text and "acceptance length" in text
+
+
+def test_status_of_another_setting_is_pending_from_there_on(own_command: Command) -> None:
+    text = Path("run.toml").read_text()
+    Path("run.toml").write_text(text.replace("[train]\n", "[train]\nlr = 0.005\n"))
+    found = json.loads(own_command("status", "--json").stdout)
+    assert [stage["state"] for stage in found["stages"]] == ["complete"] * 2 + ["pending"] * 4
+
+
+def test_status_of_an_interrupted_run(own_command: Command) -> None:
+    layout = Layout(config().root_dir)
+    (layout.drafter(keys.train_key(config())) / MANIFEST).unlink()
+    part = next(store().glob("part-*"))
+    shutil.rmtree(part)
+    found = {stage["name"]: stage for stage in json.loads(own_command("status", "--json").stdout)["stages"]}
+    assert found["train"]["state"] == "partial"
+    assert found["capture"]["state"] == "partial"
+    assert re.match(r"(\d+) of (\d+) parts", found["capture"]["detail"]).groups()[0] != "0"  # type: ignore[union-attr]
+
+
+def test_inspect_counts_what_is_there(command: Command) -> None:
+    found = json.loads(command("inspect", "--json", "--samples", "3").stdout)
+    corpus = Corpus.open(Layout(config().root_dir).corpus(keys.corpus_key(config())))
+    assert (found["samples"], found["tokens"]) == (len(corpus), int(corpus.lengths.sum()))
+    assert found["identity"] == json.loads(json.dumps(keys.store_identity(config())))
+    assert len(found["sample_table"]) == 3
+    text = command("inspect", "--samples", "2", "--min-tokens", "200").output
+    assert "RMS of a token's vector" in text and "layer_ids" in text and "input_ids" in text
+    longest = int(corpus.lengths.max())
+    chosen = json.loads(command("inspect", "--json", "--samples", "99", "--min-tokens", longest).stdout)["sample_table"]
+    assert [row["tokens"] for row in chosen] == [longest] * int((corpus.lengths == longest).sum())
+
+
+def test_inspect_finds_the_store_by_run_file_by_path_and_by_the_folder_above(command: Command, finished_run: Path) -> None:
+    by_run_file = command("inspect", "--json", "--config", finished_run / "run.toml").stdout
+    assert by_run_file == command("inspect", "--json", "--store", store()).stdout
+    assert by_run_file == command("inspect", "--json", "--store", store().parent).stdout
+
+
+def test_no_store_says_what_to_do(command: Command, tmp_path: Path) -> None:
+    assert "no hidden-state store" in command("inspect", "--store", tmp_path, status=1).output
+    Path(tmp_path / "other.toml").write_text(Path("run.toml").read_text().replace('"lossless"', '"bf16"'))
+    shutil.copy("conversations.jsonl", tmp_path)
+    shutil.copy("sums.jsonl", tmp_path)
+    assert "nothing has been captured" in command("inspect", "--config", tmp_path / "other.toml", status=1).output
+
+
+def test_show_marks_what_is_trained_on(command: Command) -> None:
+    opened = HiddenStateStore(store())
+    sample = opened[0]
+    output = command("show", 0).output
+    assert "<|im_start|>user\n" in output
+    marked = re.findall("\u00ab(.*?)\u00bb", output, flags=re.DOTALL)
+    assert len(marked) == int((np.diff(np.concatenate([[0], sample.loss_mask, [0]])) == 1).sum())
+    assert not any("<|im_start|>" in span for span in marked)
+    by_hash = json.loads(command("show", sample.sha256.hex()[:12], "--json").stdout)
+    assert by_hash["number"] == 0
+    assert by_hash["input_ids"] == sample.input_ids.tolist()
+    expected = sample.hidden_states()[0, :, :4].float().tolist()
+    assert [row["values"] for row in by_hash["layers"]] == [pytest.approx(row) for row in expected]
+
+
+def test_show_some_layers_and_tokens(command: Command) -> None:
+    opened = HiddenStateStore(store())
+    found = json.loads(command("show", 1, "--json", "--layers", "2,0", "--tokens", "5:9", "--values", 2).stdout)
+    assert [row["layer_id"] for row in found["layers"]] == [2, 0]
+    expected = opened[1].hidden_states(layers=opened.positions([2, 0]), tokens=slice(5, 9)).float()
+    assert found["layers"][0]["values"] == pytest.approx(expected[0, 0, :2].tolist())
+    assert found["layers"][1]["rms"]["max"] == pytest.approx(float(expected[:, 1].square().mean(-1).sqrt().max()))
+    assert command("show", 1, "--tokens", "3").output.count("\n") < 12
+    command("show", 1, "--tokens", "100000:")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["9999"], 1, "the store has"),
+        (["zz"], 1, "no samples have a content hash that starts like that"),
+        (["0", "--layers", "7"], 1, "layer 7 was not captured; captured are [0, 1, 2]"),
+        (["0", "--layers", "x"], 1, "give layer ids separated by commas"),
+        (["0", "--tokens", "a:b"], 2, "give a:b"),
+    ],
+)
+def test_show_refuses(command: Command, arguments: list[str], status: int, message: str) -> None:
+    assert message in command("show", *arguments, status=status).output
+
+
+def test_show_without_a_run_file_gives_ids(finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(finished_run)
+    path = store().absolute()
+    monkeypatch.setattr("dflash_offline.demo.find_gguf", lambda: (_ for _ in ()).throw(AssertionError("not wanted")))
+    Path(tmp_path / "run.toml").write_text('[target]\nmodel = "./absent"\n[corpus]\nfiles = ["x"]\n')
+    result = _commands_in(tmp_path, monkeypatch)("show", 0, "--store", path, "--tokens", "0:4")
+    assert "note: token ids instead of text" in result.stderr
+    assert str(HiddenStateStore(path)[0].input_ids[1]) in result.stdout
+
+
+def test_stats_and_its_plot(command: Command, tmp_path: Path) -> None:
+    found = json.loads(command("stats", "--json", "--rows", 4, "--plot", tmp_path / "x.svg").stdout)
+    assert found["not_finite"] == 0
+    assert [row["layer_id"] for row in found["layers"]] == [0, 1, 2]
+    assert np.diag(found["similarity"]) == pytest.approx([1, 1, 1], abs=1e-3)
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+    assert "channels with most of the energy" in command("stats", "--rows", 2).output
+
+
+def test_verify_names_the_damaged_part(own_command: Command) -> None:
+    assert "all as their manifests say" in own_command("verify").output
+    part = sorted(store().glob("part-*"))[0]
+    path = max((path for path in part.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    output = own_command("verify", status=1).output
+    assert part.name in output and path.relative_to(part).as_posix() in output and "samples" in output
+    problems = json.loads(own_command("verify", "--json", status=1).stdout)["problems"]
+    assert [problem["part"] for problem in problems] == [part.name]
+    assert "names and sizes" in own_command("verify", "--quick").output, "sizes alone do not show a flipped bit"
+    (store() / "zarr.json").unlink()
+    assert "zarr.json" in own_command("verify", status=1).output
+
+
+def test_diff_of_a_store_with_itself_and_with_a_smaller_one(own_command: Command, finished_run: Path) -> None:
+    original = finished_run / store().relative_to(Path.cwd())
+    assert "samples are equal" in own_command("diff", original, store()).output
+    found = json.loads(own_command("diff", original, store(), "--json").stdout)
+    assert (found["identity"], found["num_only_in"], found["equal"]) == ({}, [0, 0], found["compared"])
+    # a store of the same rows with another identity field
+    attributes = json.loads((store() / "zarr.json").read_text())
+    attributes["attributes"]["identity"]["codec"] = "bf16"
+    (store() / "zarr.json").write_text(json.dumps(attributes))
+    own_command("diff", original, store(), status=1)
+
+
+def test_report_prints_the_page(command: Command, finished_run: Path) -> None:
+    output = command("report").output
+    assert output.startswith("# DFlash drafter for ")
+    folder = Path(command("report", "--path").output.strip())
+    assert (folder / "report.html").is_file() and output.rstrip().endswith("report.html")
+
+
+def test_export_forms_and_back(own_command: Command, tmp_path: Path) -> None:
+    own_command("export", "--format", "speculators", "--output", tmp_path / "spec")
+    assert json.loads((tmp_path / "spec" / "speculators" / "config.json").read_text())["speculators_model_type"] == "dflash"
+    own_command("export", "--from", tmp_path / "spec" / "speculators", "--format", "zlab", "--output", tmp_path / "back")
+    zlab = Layout(config().root_dir).export(keys.export_key(config())) / "zlab" / "model.safetensors"
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == zlab.read_bytes()
+    before = read_manifest(zlab.parent.parent)["digest"]
+    own_command("export", "--step", 3, "--output", tmp_path / "step")
+    assert (tmp_path / "step" / "zlab" / "config.json").is_file()
+    assert read_manifest(zlab.parent.parent)["digest"] == before, "the run's own export stays"
+    assert "no checkpoint of step 77" in own_command("export", "--step", 77, "--output", tmp_path / "x", status=1).output
+    own_command("export", "--format", "zlab", status=2)
+
+
+def test_evaluate_any_prompt_file(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "1 + 1?"}]}) + "\n")
+    result = command("evaluate", tmp_path / "mine.jsonl", "--max-new-tokens", 6, "--json")
+    found = json.loads(result.stdout)
+    assert list(found["datasets"]) == ["mine"]
+    assert found["datasets"]["mine"]["different"] == 0
+    assert found["overall"]["acceptance_length"] is None or 1 <= found["overall"]["acceptance_length"] <= 4
+
+
+def test_generate_marks_who_wrote_what(command: Command) -> None:
+    result = command("generate", "1 + 1?", "--max-new-tokens", 6)
+    assert "\u00ab" in result.stdout
+    assert re.search(r"\d+ tokens in \d+ steps", result.stderr)
+
+
+def test_reset_asks_and_removes_one_stage(own_command: Command) -> None:
+    layout = Layout(config().root_dir)
+    manifest = layout.export(keys.export_key(config())) / MANIFEST
+    own_command("reset", "export", status=1, input="n\n")
+    assert manifest.exists()
+    output = own_command("reset", "export", input="y\n").output
+    assert str(manifest) in output and not manifest.exists()
+    assert (manifest.parent / "zlab").is_dir()
+    assert "nothing is there" in own_command("reset", "export", "--yes").output
+    drafter = layout.drafter(keys.train_key(config()))
+    own_command("reset", "train", "--yes")
+    assert not (drafter / MANIFEST).exists() and not (drafter / "checkpoints").exists()
+    own_command("reset", "capture", "--yes")
+    assert not store().exists()
+    assert layout.corpus(keys.corpus_key(config())).exists()
+    states = {s["name"]: s["state"] for s in json.loads(own_command("status", "--json").stdout)["stages"]}
+    assert states["corpus"] == "complete" and states["capture"] == "pending"
+    own_command("reset", "everything", "--yes", status=2)
+
+
+def test_prune_deletes_other_keys_only(own_command: Command, tmp_path: Path) -> None:
+    assert "nothing to delete" in own_command("prune", "--yes").output
+    root = config().root_dir
+    text = Path("run.toml").read_text()
+    Path("other.toml").write_text(text)
+    Path("run.toml").write_text(text.replace("[train]\n", "[train]\nlr = 0.005\n"))
+    foreign = [root / "drafters" / "mine", root / "drafters" / ("a" * 16), root / "notes.txt", root / "captures" / ("b" * 16)]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / MANIFEST).touch()
+    for path in foreign[:2]:
+        path.mkdir()
+        (path / "thesis.txt").touch()
+    foreign[2].touch()
+    foreign[3].symlink_to(tmp_path / "elsewhere")
+    assert json.loads(own_command("prune", "--json", "--dry-run", "--also", "other.toml").stdout) == []
+    listed = json.loads(own_command("prune", "--json", "--dry-run").stdout)
+    assert sorted(row["what"].split()[0] for row in listed) == ["drafter", "evaluation", "export", "report"]
+    assert all(Path(path).exists() for row in listed for path in row["paths"])
+    own_command("prune", status=1, input="n\n")
+    assert "freed" in own_command("prune", input="y\n").output
+    assert not any(Path(path).exists() for row in listed for path in row["paths"])
+    assert all(path.exists() for path in foreign) and (tmp_path / "elsewhere" / MANIFEST).exists()
+    assert store().exists()
+
+
+def test_prune_store_and_checkpoints_once_trained(own_command: Command) -> None:
+    layout = Layout(config().root_dir)
+    drafter = layout.drafter(keys.train_key(config()))
+    (drafter / MANIFEST).rename(drafter / "aside")
+    assert "nothing to delete" in own_command("prune", "--store", "--checkpoints", "--yes").output, "it is not trained yet"
+    (drafter / "aside").rename(drafter / MANIFEST)
+    own_command("prune", "--store", "--checkpoints", "--yes")
+    assert not store().exists() and not (drafter / "checkpoints").exists()
+    assert (drafter / "drafter").is_dir()
+    assert json.loads(own_command("report", "--path").output.strip() and own_command("status", "--json").stdout)
+
+
+def test_plan_of_a_captured_corpus_needs_nothing(command: Command) -> None:
+    found = json.loads(command("plan", "--json").stdout)
+    assert found["captured_rows"] == found["rows"] > 0
+    assert found["tokens_to_capture"] == 0 and set(found["bytes_by_codec"].values()) == {0}
+    assert found["train_s"] > 0, "measured by this run"
+
+
+def test_plan_bounds_what_a_run_then_writes(own_command: Command) -> None:
+    from dflash_offline.estimate import token_bytes
+
+    found = json.loads(own_command("inspect", "--json").stdout)
+    arrays = {row["name"]: row["bytes"] for row in found["arrays"]}
+    hidden = arrays["high"] + arrays["low"]
+    assert hidden <= found["tokens"] * (token_bytes(config())["lossless"] - 5) * 1.02

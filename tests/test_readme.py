@@ -1,0 +1,155 @@
+"""Every command of the README runs, on a finished run of a tiny target; what it points at is there."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dflash_offline.cli import main
+from dflash_offline.config import EMBEDDED, RunConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_SMOKE = "dflash-offline smoke"  # the finished run was made by it
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Lines of the bash blocks without their comments; the two that set everything up are CI's own business."""
+    lines = [line.split("  #")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith(("#", "make ")) and line != _SMOKE]
+
+
+@pytest.fixture(scope="module")
+def folder(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("readme") / "run"
+    shutil.copytree(finished_run, copy)
+    return copy
+
+
+def environment() -> dict[str, str]:
+    """The commands as users type them: the console scripts of this interpreter first on PATH."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_there_are_commands() -> None:
+    assert len(commands()) >= 15
+    assert _SMOKE in README and "make demo" in README and "make test" in README
+    assert len(blocks("python")) == 2
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command_runs(folder: Path, command: str) -> None:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    if command.startswith("luigi --module pipelines DFlashAll"):
+        assert "started on" not in done.stdout, "the finished run has nothing left to do"
+    if command.startswith("luigi-deps-tree"):
+        assert "COMPLETE" in done.stdout and "DFlashAll" in done.stdout
+
+
+def test_python_blocks_run_and_agree(folder: Path) -> None:
+    """With this package and without it: the same hidden states."""
+    package, plain = blocks("python")
+    assert "dflash_offline" not in plain
+    compared = "import torch\nassert torch.equal(mine, torch.from_numpy(hidden_states))\nprint(mine.shape)"
+    code = f"{package}\nmine = sample.hidden_states().float()\n{plain}\n{compared}"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size" in done.stdout
+
+
+def test_first_screen() -> None:
+    first = "\n".join(README.splitlines()[:25])
+    assert "Acceptance length:" in first and "make demo" in first and "make test" in first
+    figure = re.search(r"<!-- demo:acceptance_length -->(.*?)<!-- /demo -->", first)
+    assert figure, "the demo's figure has its place"
+    assert figure[1] == "not measured yet" or 1.0 <= float(figure[1].strip("* ")) <= 8.0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_files_named_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_named_in_text_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name, options in re.findall(r"`dflash-offline (\w+)([^`\n]*)`", text):
+        assert name in main.commands, f"{page.name}: dflash-offline {name}"
+        known = CliRunner().invoke(main, [name, "--help"]).output
+        for option in re.findall(r"--[\w-]+", options):
+            assert option in known, f"{page.name}: dflash-offline {name} {option}"
+
+
+def test_tree_names_what_is_there() -> None:
+    tree = next(block for block in re.findall(r"^```\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL) if "dflash_offline/" in block)
+    for line in tree.splitlines():
+        base = ROOT / "dflash_offline" if line.startswith("  ") else ROOT
+        for name in re.findall(r"[\w/]+(?:\.py|\.toml|/)(?=\s)", line.strip().split("   ")[0] + " "):
+            assert (base / name).exists(), name
+
+
+def test_figures_are_quoted_from_results_only() -> None:
+    """Between the marks stand only figures that a file of benchmarks/results holds."""
+    measured = re.search(r"<!-- measured -->\n(.*?)\n<!-- /measured -->", README, flags=re.DOTALL)
+    assert measured
+    if measured[1].strip() == "Nothing measured yet.":
+        return
+    stored: set[str] = set()
+
+    def collect(value: object) -> None:
+        if isinstance(value, dict):
+            for inner in value.values():
+                collect(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                collect(inner)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            stored.update({f"{value:.{digits}f}" for digits in range(4)} | {f"{value:,.{digits}f}" for digits in range(4)})
+            stored.update(f"{value / 1000:.{digits}f}" for digits in range(3))
+
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        collect(json.loads(path.read_text(encoding="utf-8")))
+    for line in (line for line in measured[1].splitlines() if line.startswith("|") and "---" not in line):
+        for figure in re.findall(r"(?<![\w.])\d[\d,]*\.\d+(?![\w.])", line):
+            assert figure in stored, f"{figure} is in no file of benchmarks/results: {line}"
+
+
+def test_demo_data_is_what_its_readme_says() -> None:
+    import hashlib
+
+    text = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    config = RunConfig.load(EMBEDDED)
+    for pattern in (*config.corpus.files, *config.evaluate.prompts):
+        path = config.path(pattern).resolve()
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{path.name}`"))
+        assert hashlib.sha256(path.read_bytes()).hexdigest() in line
+    assert text.count("| MIT") + text.count("| Apache-2.0") >= 7
+
+
+def test_nothing_here_names_a_place_of_its_making() -> None:
+    for page in PAGES:
+        assert not re.search(r"/(work|root|home|tmp)/", page.read_text(encoding="utf-8")), page
