@@ -4,6 +4,7 @@ Reading order::
 
     base        what a codec is
     planes      bf16 as it is; lossless byte planes
+    quantised   int8, int6, int4
     statistics  per-channel scales, measured once
     kernels     the same in Triton, for a GPU
 
@@ -17,12 +18,25 @@ import numpy as np
 
 from dflash_offline.codecs.base import Codec, EncodedArray
 from dflash_offline.codecs.planes import Bf16Codec, LosslessCodec
+from dflash_offline.codecs.quantised import QuantisedCodec
 from dflash_offline.codecs.statistics import ChannelStatistics
 from dflash_offline.errors import StoreError
 
-CODECS = ("bf16", "lossless")
+CODECS = ("bf16", "lossless", "int8", "int6", "int4")
+NEEDS_STATISTICS = ("int8", "int6", "int4")
 
-__all__ = ["CODECS", "Bf16Codec", "ChannelStatistics", "Codec", "EncodedArray", "LosslessCodec", "codec_of_part", "make_codec"]
+__all__ = [
+    "CODECS",
+    "NEEDS_STATISTICS",
+    "Bf16Codec",
+    "ChannelStatistics",
+    "Codec",
+    "EncodedArray",
+    "LosslessCodec",
+    "QuantisedCodec",
+    "codec_of_part",
+    "make_codec",
+]
 
 
 def make_codec(name: str, *, num_taps: int, hidden_size: int, zstd: bool = False, statistics: ChannelStatistics | None = None) -> Codec:
@@ -35,9 +49,15 @@ def make_codec(name: str, *, num_taps: int, hidden_size: int, zstd: bool = False
         return Bf16Codec(num_taps, hidden_size)
     if name == "lossless":
         return LosslessCodec(num_taps, hidden_size)
+    if name in NEEDS_STATISTICS:
+        return QuantisedCodec.of(name, num_taps, hidden_size, statistics=statistics, zstd=zstd)
     raise StoreError(f"codec {name!r} is not known; allowed: {', '.join(CODECS)}")
 
 
 def codec_of_part(attributes: dict[str, Any], read_constant: Callable[[str], np.ndarray]) -> Codec:
     """The codec that a part's group attributes name, with the constants that the part holds."""
-    return make_codec(attributes["codec"], num_taps=attributes["num_taps"], hidden_size=attributes["hidden_size"])
+    name, num_taps, hidden_size = attributes["codec"], attributes["num_taps"], attributes["hidden_size"]
+    if name not in NEEDS_STATISTICS:
+        return make_codec(name, num_taps=num_taps, hidden_size=hidden_size)
+    outliers = read_constant("outlier_channels") if attributes["outlier_channels"] else np.zeros((num_taps, 0), np.int32)
+    return QuantisedCodec(name, num_taps, hidden_size, channel_scale=read_constant("channel_scale"), outlier_channels=outliers, zstd=False)

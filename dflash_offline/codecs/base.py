@@ -7,15 +7,27 @@ piece of it; on disk its shape is ``[T, K, W]``. 16-bit words that are not numbe
 ``torch.int16`` in memory, bit for bit.
 """
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
 _TORCH = {"uint8": torch.uint8, "int8": torch.int8, "uint16": torch.int16}
+
+
+def use_kernels(array: torch.Tensor) -> bool:
+    """Whether the fused kernels apply: on a CUDA device with Triton. The plain operations give the same bits."""
+    return array.is_cuda and _has_triton()
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)

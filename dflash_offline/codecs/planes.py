@@ -2,21 +2,21 @@
 
 T tokens, K taps, k selected taps, H hidden size.
 
-A bf16 number is sign (1 bit), exponent (8), mantissa (7). Rotated left by one bit its upper byte is the exponent and
-its lower byte mantissa and sign: the exponent is what compresses (2.5 of 8 bits on real residual streams), the rest
-is noise and is stored raw. Cutting between the stored bytes instead would leave one exponent bit in the noise.
+A bf16 number is sign (1 bit), exponent (8), mantissa (7). Its upper byte, sign and seven bits of the exponent, compresses to
+about three bits on real residual streams; its lower byte is noise and stored raw. (Rotating the sign into the lower
+byte, so that the upper one is the whole exponent, saves entropy but not bytes: 0.687 against 0.685 of bf16 after zstd.)
 NaN payloads and -0 survive: only bits are moved.
 
-In numpy: ``r = high.astype("u2") << 8 | low; bits = r >> 1 | r << 15``.
+In numpy: ``bits = high.astype("u2") << 8 | low``.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from dflash_offline.codecs.base import Codec, EncodedArray
+from dflash_offline.codecs.base import Codec, EncodedArray, use_kernels
 
-ZSTD_LEVEL = 1  # higher levels gain under 1 % on exponents and write many times slower
+ZSTD_LEVEL = 1  # higher levels gain nothing on upper bytes and write many times slower
 
 
 class Bf16Codec(Codec):
@@ -37,33 +37,25 @@ class Bf16Codec(Codec):
 
 
 class LosslessCodec(Codec):
-    """Exponents (zstd) and mantissas with signs (raw) in two uint8 arrays."""
+    """Upper bytes (zstd) and lower bytes (raw) in two uint8 arrays."""
 
     name = "lossless"
 
     def __init__(self, num_taps: int, hidden_size: int):
         super().__init__(num_taps, hidden_size)
         self.arrays = (
-            EncodedArray("high", "uint8", hidden_size, zstd=ZSTD_LEVEL, attributes={"holds": "bits 14-7 of bfloat16: the exponent"}),
-            EncodedArray("low", "uint8", hidden_size, attributes={"holds": "bits 6-0 (mantissa) << 1 | bit 15 (sign)"}),
+            EncodedArray("high", "uint8", hidden_size, zstd=ZSTD_LEVEL, attributes={"holds": "bits 15 to 8 of bfloat16"}),
+            EncodedArray("low", "uint8", hidden_size, attributes={"holds": "bits 7 to 0 of bfloat16"}),
         )
 
     def encode(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        bits = hidden.permute(1, 0, 2).contiguous().view(torch.int16)
-        rotated = (bits << 1) | ((bits >> 15) & 1)
-        planes = rotated.view(torch.uint8).unflatten(-1, (-1, 2))  # little-endian: low byte first
+        planes = hidden.permute(1, 0, 2).contiguous().view(torch.uint8).unflatten(-1, (-1, 2))  # little-endian: low byte first
         return {"high": planes[..., 1].contiguous(), "low": planes[..., 0].contiguous()}
 
     def decode(self, encoded: dict[str, torch.Tensor], taps: Sequence[int] | None = None) -> torch.Tensor:
-        if encoded["high"].is_cuda:
+        if use_kernels(encoded["high"]):
             from dflash_offline.codecs import kernels
 
-            if kernels.AVAILABLE:
-                return kernels.decode_planes(encoded["high"], encoded["low"])
-        return self.decode_slowly(encoded)
-
-    def decode_slowly(self, encoded: dict[str, torch.Tensor]) -> torch.Tensor:
-        """``decode`` in plain torch operations, on any device."""
+            return kernels.decode_planes(encoded["high"], encoded["low"])
         planes = torch.stack([encoded["low"].permute(1, 0, 2), encoded["high"].permute(1, 0, 2)], -1)
-        rotated = planes.flatten(-2).view(torch.int16)
-        return (((rotated >> 1) & 0x7FFF) | (rotated << 15)).view(torch.bfloat16)
+        return planes.flatten(-2).view(torch.bfloat16)

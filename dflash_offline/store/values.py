@@ -24,9 +24,7 @@ def check_values(sample_id: int, rms: np.ndarray) -> None:
             "Check the target's dtype and attention implementation"
         )
     if zero := [tap for tap in range(rms.shape[1]) if not rms[:, tap].any()]:
-        raise StoreError(
-            f"sample {sample_id}: hidden states are all zero at captured layer number {zero[0]}; it was not stored"
-        )
+        raise StoreError(f"sample {sample_id}: hidden states are all zero at captured layer number {zero[0]}; it was not stored")
 
 
 class Norms:
