@@ -74,6 +74,9 @@ def _prepare(config: RunConfig, folder: Path, key: str, progress: Progress) -> N
                 writer.append(result.arrays)
             done = int(starts[result.file_index]) + result.position
             progress.update(done=done, rows=counts.conversations, rejected=sum(counts.rejected.values()))
+        for path, before, after in zip(paths, digests, identity.files_identity(config, paths), strict=True):
+            if before != after:
+                raise CorpusError(f"{path}: it changed while it was being read; run the same command again")
         _check_supervised(writer, counts, source.name)
         lengths = writer.read("lengths")
         edges = config.corpus.bucket_edges
@@ -204,7 +207,8 @@ def summary(content: dict[str, Any], lengths: np.ndarray, *, tokens_per_batch: i
     share = 100 * counts["supervised_tokens"] / counts["tokens"]
     lines.append(
         f"{counts['rows']} rows, {count_text(counts['tokens'])} tokens, {share:.1f}% supervised (answers by mask method: {methods}); "
-        f"{counts['truncated_rows']} answers without end marker; {counts['heldout_rows']} rows held out; {counts['duplicate_rows']} duplicates"
+        f"{counts['truncated_rows']} answers without end marker; {counts['heldout_rows']} rows held out; "
+        f"{counts['duplicate_rows']} duplicates"
     )
     lines.extend(bucket_table(lengths, content["bucket_edges"], tokens_per_batch=tokens_per_batch))
     return lines

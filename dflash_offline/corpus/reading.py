@@ -8,34 +8,26 @@ A file that cannot be read to its end, or that changes meanwhile, is a ``CorpusE
 rejected row.
 """
 
-import bz2
 import codecs
-import gzip
-import io
 import json
-import lzma
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import xxhash
-
 from dflash_offline.corpus.schema import RowRejected
+from dflash_offline.corpus.tables import read_table
+from dflash_offline.corpus.unpacking import Source, chunks, unpack
 from dflash_offline.errors import CorpusError
 
 BLOCK_BYTES = 1 << 20
 MAX_ROW_BYTES = 64 << 20  # a longer row is rejected unread: no conversation of a usable length needs it
-_TABLE_ROWS = 256
-_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _UTF16_OR_32 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 # Files that stand beside data in a folder and hold no conversations
 _NO_DATA = re.compile(
     r"(dataset_info|dataset_dict|state|dataset_infos)\.json|.*\.(md|rst|png|jpe?g|pdf|py|ya?ml|toml|lock)|licen[cs]e.*|notice.*", re.I
 )
-_COLUMNS = {"messages", "conversations", "system", "system_prompt", "tools", "functions", "finish_reason", "source"}
 _SPACE = re.compile(r"[ \t\r\n\ufeff]*")
 
 
@@ -51,63 +43,6 @@ class Block:
     line: int
     position: int
     newline: bytes = b"\n"
-
-
-class _Source(io.RawIOBase):
-    """The file itself: counts and digests what is read from it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.position, self.digest = path, 0, xxhash.xxh3_128()
-        self._file = path.open("rb", buffering=0)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(buffer)
-        self.digest.update(memoryview(buffer)[:count])
-        self.position += count
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-class _ZstdFile(io.RawIOBase):
-    """Unpacks zstd frames one after another. The package's own reader takes a cut file for a whole one."""
-
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise CorpusError(f"{path}: packed with zstd; `pip install zstandard` to read it") from None
-        self._file, self._new_frame, self._error = file, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
-        self._frame: Any = None
-        self._packed = self._unpacked = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._unpacked:
-            if not self._packed:
-                self._packed = self._file.read(1 << 17)
-                if not self._packed:
-                    if self._frame is not None:
-                        raise EOFError("the file ends inside a frame")
-                    return 0
-            self._frame = self._frame or self._new_frame()
-            try:
-                self._unpacked = self._frame.decompress(self._packed)
-            except self._error as error:
-                raise EOFError(str(error)) from None
-            self._packed = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame = None
-        count = min(len(buffer), len(self._unpacked))
-        buffer[:count], self._unpacked = self._unpacked[:count], self._unpacked[count:]
-        return count
 
 
 def is_data(path: Path) -> bool:
@@ -131,10 +66,11 @@ def read_file(path: Path, file_index: int, *, digest: str | None = None) -> Iter
         if not head:
             return
         if head.startswith((b"PAR1", b"ARROW1\x00\x00", b"\xff\xff\xff\xff")):
-            yield from _read_table(path, head, file_index)
+            for payload, row, position in read_table(path, head):
+                yield Block(file_index, "table", payload, row, position)
         else:
-            with _Source(path) as source:
-                unpacked = _unpack(path, head, source)  # kept: the source would be closed with it
+            with Source(path) as source:
+                unpacked = unpack(path, head, source)  # kept: the source would be closed with it
                 yield from _read_text(source, unpacked, file_index)
                 while source.read(BLOCK_BYTES):  # what follows the end of packed data
                     pass
@@ -151,39 +87,10 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def _unpack(path: Path, head: bytes, source: _Source) -> IO[bytes]:
-    kind = next((kind for magic, kind in _PACKED.items() if head.startswith(magic)), None)
-    raw: Any = io.BufferedReader(source, BLOCK_BYTES)
-    if kind == "gzip":
-        return gzip.GzipFile(fileobj=raw)
-    if kind == "bz2":
-        return bz2.BZ2File(raw)
-    if kind == "xz":
-        return lzma.LZMAFile(raw)
-    if kind == "zstd":
-        return io.BufferedReader(_ZstdFile(path, raw), BLOCK_BYTES)
-    return raw
-
-
-def _chunks(source: _Source, file: IO[bytes]) -> Iterator[bytes]:
-    """Unpacked bytes of the file; damaged packed data is a ``CorpusError``."""
-    while True:
-        try:
-            chunk = file.read(BLOCK_BYTES)
-        except (EOFError, zlib.error, lzma.LZMAError, OSError, ValueError) as error:
-            raise CorpusError(
-                f"{source.path}: damaged or cut short near byte {source.position:,} of the file ({' '.join(str(error).split())}); "
-                "copy it again, or unpack what is left of it to another file"
-            ) from None
-        if not chunk:
-            return
-        yield chunk
-
-
-def _read_text(source: _Source, file: IO[bytes], file_index: int) -> Iterator[Block]:
-    chunks = _chunks(source, file)
+def _read_text(source: Source, file: IO[bytes], file_index: int) -> Iterator[Block]:
+    blocks = chunks(source, file, BLOCK_BYTES)
     head = b""
-    for chunk in chunks:
+    for chunk in blocks:
         head += chunk
         if head.strip(b" \t\r\n\xef\xbb\xbf"):
             break
@@ -200,7 +107,7 @@ def _read_text(source: _Source, file: IO[bytes], file_index: int) -> Iterator[Bl
 
     def rest() -> Iterator[bytes]:
         yield head
-        yield from chunks
+        yield from blocks
 
     if layout == "lines":
         yield from _read_lines(source, rest(), file_index, newline)
@@ -229,9 +136,9 @@ def _layout(first: bytes, text: bytes, *, at_end: bool) -> str:
     return "lines"
 
 
-def _read_lines(source: _Source, chunks: Iterator[bytes], file_index: int, newline: bytes) -> Iterator[Block]:
+def _read_lines(source: Source, blocks: Iterator[bytes], file_index: int, newline: bytes) -> Iterator[Block]:
     line, kept, skipping = 1, b"", False
-    for chunk in chunks:
+    for chunk in blocks:
         if skipping:
             at = chunk.find(newline)
             if at < 0:
@@ -254,7 +161,7 @@ def _read_lines(source: _Source, chunks: Iterator[bytes], file_index: int, newli
         yield Block(file_index, "lines", kept, line, source.position, newline)
 
 
-def _read_values(source: _Source, chunks: Iterator[bytes], file_index: int, *, array: bool) -> Iterator[Block]:
+def _read_values(source: Source, blocks: Iterator[bytes], file_index: int, *, array: bool) -> Iterator[Block]:
     """JSON values one after another, or the items of one array. Each goes on as its own bytes."""
     decode = codecs.getincrementaldecoder("utf-8")("surrogateescape")  # bad bytes come back as they were, in their row
     decoder = json.JSONDecoder()
@@ -267,7 +174,7 @@ def _read_values(source: _Source, chunks: Iterator[bytes], file_index: int, *, a
         wanted, text, at = max(BLOCK_BYTES, len(text) - at), text[at:], 0  # doubling: a long row is not scanned over and over
         parts = [text]
         while wanted > 0 and not ended:
-            chunk = next(chunks, None)
+            chunk = next(blocks, None)
             if chunk is None:
                 ended = True
                 parts.append(decode.decode(b"", final=True))
@@ -315,59 +222,8 @@ def _read_values(source: _Source, chunks: Iterator[bytes], file_index: int, *, a
             items, size = [], 0
     if items:
         yield Block(file_index, "items", items, items[0][0], source.position)
-    if text[at + 1 :].strip() or any(chunk.strip() for chunk in chunks):  # nothing is left out in silence
+    if text[at + 1 :].strip() or any(chunk.strip() for chunk in blocks):  # nothing is left out in silence
         raise CorpusError(f"{source.path}:{line}: more data after the end of the JSON array; keep one array, or write JSON lines")
-
-
-def _read_table(path: Path, head: bytes, file_index: int) -> Iterator[Block]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    size, row = path.stat().st_size, 1
-    try:
-        if head.startswith(b"PAR1"):
-            with pq.ParquetFile(path) as file:
-                columns, rows = _columns(path, file.schema_arrow), max(1, file.metadata.num_rows)
-                for batch in file.iter_batches(batch_size=_TABLE_ROWS, columns=columns):
-                    yield Block(file_index, "table", _table_bytes(batch), row, size * min(row, rows) // rows)
-                    row += batch.num_rows
-            return
-        with pa.memory_map(str(path)) as file:
-            if head.startswith(b"ARROW1"):
-                reader = pa.ipc.open_file(file)
-                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-            else:
-                reader = batches = pa.ipc.open_stream(file)
-            columns = _columns(path, reader.schema)
-            for batch in batches:
-                for start in range(0, batch.num_rows, _TABLE_ROWS):
-                    piece = batch.select(columns).slice(start, _TABLE_ROWS)
-                    yield Block(file_index, "table", _table_bytes(piece), row, min(size, file.tell()))
-                    row += piece.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise CorpusError(f"{path}: damaged or cut short after row {row - 1} ({' '.join(str(error).split())[:200]})") from None
-
-
-def _columns(path: Path, schema: Any) -> list[str]:
-    """Columns worth loading: known names, and lists of objects. Others stay on disk."""
-    import pyarrow as pa
-
-    def may_hold_messages(kind: Any) -> bool:
-        return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_struct(kind.value_type)
-
-    found = [field.name for field in schema if field.name in _COLUMNS or may_hold_messages(field.type)]
-    if not found:
-        raise CorpusError(f"{path}: no column holds conversations; its columns are {', '.join(schema.names[:12])}")
-    return found
-
-
-def _table_bytes(batch: Any) -> bytes:
-    import pyarrow as pa
-
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()
 
 
 def decode_block(block: Block) -> Iterator[tuple[int, Any]]:
