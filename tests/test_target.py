@@ -11,6 +11,7 @@ import torch
 from conftest import make_tiny_target
 from safetensors.torch import load_file, save_file
 
+from dflash_offline.capture.forward import prepare_compiler
 from dflash_offline.errors import TargetError
 from dflash_offline.target import facts, load_embedding_and_head, load_target, load_tokenizer, resolve_mask_token_id
 from dflash_offline.target.weights import stored_tensors
@@ -173,6 +174,22 @@ def test_a_layer_that_adds_its_number_shows_up_at_its_id(tmp_path: Path, tiny_to
     taps = load_target(folder, dtype=torch.float32, device="cpu", attention="sdpa", layer_ids=[0, 1, 3]).capture(ids[None])[0]
     for k, total in enumerate((1.0, 3.0, 10.0)):
         torch.testing.assert_close(taps[:, k], embedding[ids] + total)
+
+
+def test_two_graphs_serve_every_batch_shape(tiny_target: Path) -> None:
+    """Layers compiled one by one share a graph, which takes any batch and length; a single row has one of its own."""
+    prepare_compiler()
+    options = {"dtype": torch.float32, "device": "cpu", "attention": "sdpa", "layer_ids": [0, 2]}
+    compiled, plain = load_target(tiny_target, **options), load_target(tiny_target, **options)
+    torch._dynamo.reset()
+    graphs, breaks = torch._dynamo.utils.counters["stats"], torch._dynamo.utils.counters["graph_break"]
+    before = graphs["unique_graphs"]
+    compiled.compile_layers(dynamic=True, backend="eager")
+    for rows, tokens in ((3, 24), (4, 64), (1, 40), (64, 8), (1, 64), (2, 96), (7, 32)):
+        ids = torch.randint(3, 500, (rows, tokens), generator=torch.Generator().manual_seed(rows))
+        assert torch.equal(compiled.capture(ids), plain.capture(ids))
+    assert graphs["unique_graphs"] - before == 2 and not breaks
+    torch._dynamo.reset()
 
 
 # -- tokenizer and mask token

@@ -44,8 +44,7 @@ class Forwarder:
     """Runs batches through a target.
 
     Args:
-        compile_layers: compile the layers one by one; on GPUs only, and not where layers carry a state (their
-            loops over chunks would be unrolled anew for every length).
+        compile_layers: compile the layers one by one; has an effect on GPUs only.
         is_hybrid: the target carries a state over tokens; then padding is tried out first.
         say: takes a line that the user should see.
     """
@@ -55,12 +54,12 @@ class Forwarder:
         self.limits: dict[int, int] = {}  # bucket -> most rows of a batch, after it ran out of memory
         self.tokens = self.padded_tokens = 0
         self.is_cuda = target.device.type == "cuda"
-        self.compiled = compile_layers and self.is_cuda and not is_hybrid
+        self.compiled = compile_layers and self.is_cuda
         self.pads = not is_hybrid or check_padding(target, vocab_size)
         if not self.pads:
             say("padding reaches the hidden states of this target, so only rows of equal length share a batch")
         if self.compiled:
-            _prepare_compiler()
+            prepare_compiler()
             target.compile_layers(dynamic=True)
 
     @property
@@ -116,6 +115,9 @@ class Forwarder:
             taps = self.target.taps(ids.to(self.target.device, non_blocking=True))
         except torch.OutOfMemoryError:
             return None
+        except torch._dynamo.exc.TorchDynamoException as error:
+            first = str(error).strip().splitlines()[0][:200]
+            raise TargetError(f"the target's layers cannot be compiled ({first}); set [target] compile = false") from error
         self.tokens += sum(lengths)
         self.padded_tokens += ids.numel()
         ready = None
@@ -137,8 +139,12 @@ class Forwarder:
         )
 
 
-def _prepare_compiler() -> None:
-    """Let each kind of layer have its own graph, and fail loudly where one would fall back to uncompiled code."""
+def prepare_compiler() -> None:
+    """Let each kind of layer have its own graph; fail loudly where one would fall back to uncompiled code."""
+    import torch.fx.experimental._config as shapes
+
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 64)
     config.fail_on_recompile_limit_hit = True
+    # two sizes that are equal by chance in the first batch (tokens and hidden size, say) must not be taken for one
+    shapes.use_duck_shape = False

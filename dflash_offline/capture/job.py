@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from dflash_offline.capture.forward import Batch
+from dflash_offline.capture.forward import Batch, Forwarder
 from dflash_offline.errors import TargetError
 from dflash_offline.leases import Lease
+from dflash_offline.plan import PlannedPart
 from dflash_offline.store import PartWriter
 
 if TYPE_CHECKING:
@@ -158,3 +160,44 @@ class PartJob:
             f"{self.lease.name}: the hidden state of token {token} after layer {self._layer_ids[tap]} is {what} in {where}; the row was "
             'not written. Check the target\'s weights, or compute with [target] dtype = "float32"'
         )
+
+
+def run_batches(
+    part: PlannedPart,
+    job: PartJob,
+    forwarder: Forwarder,
+    corpus: "Corpus",
+    *,
+    resume: int = 0,
+    first_batch: Callable[[np.ndarray, list[torch.Tensor]], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Send a part's batches through the target and hand them to its job; stops early when the job failed.
+
+    Args:
+        resume: samples that are stored already; batches wholly among them are left out.
+        first_batch: called with the ids and taps of the first row computed.
+        progress: called after each batch of the plan with the rows done so far and the tokens just computed.
+
+    Returns:
+        Tokens computed, without padding.
+    """
+    done = total = 0
+    for rows in part.batches:
+        done += len(rows)
+        if done <= resume:
+            job.skip(len(rows))
+            continue
+        ids, tokens = [corpus.row(row).input_ids for row in rows], 0
+        for positions, batch in forwarder.run(ids, int(corpus.buckets[rows[0]])):
+            if first_batch is not None and total + tokens == 0:
+                first_batch(ids[positions.start], [tap[0, : batch.lengths[0]] for tap in batch.taps])
+            job.put([int(rows[i]) for i in positions], batch)
+            tokens += sum(batch.lengths)
+            del batch
+        total += tokens
+        if job.error is not None:
+            break
+        if progress is not None:
+            progress(done, tokens)
+    return total

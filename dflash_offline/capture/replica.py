@@ -16,7 +16,7 @@ import torch
 from dflash_offline import demo, identity, keys, target
 from dflash_offline.capture.checks import check_taps
 from dflash_offline.capture.forward import Forwarder
-from dflash_offline.capture.job import Backlog, LeaseLostError, PartJob
+from dflash_offline.capture.job import Backlog, LeaseLostError, PartJob, run_batches
 from dflash_offline.capture.statistics import channel_statistics
 from dflash_offline.codecs import ChannelStatistics
 from dflash_offline.config import DEMO_MODEL, RunConfig
@@ -24,7 +24,7 @@ from dflash_offline.corpus import Corpus
 from dflash_offline.errors import StoreError, TargetError
 from dflash_offline.layout import Layout
 from dflash_offline.leases import EXPIRES_S, Lease, Leases
-from dflash_offline.plan import CapturePlan
+from dflash_offline.plan import CapturePlan, PlannedPart
 from dflash_offline.progress import Progress
 from dflash_offline.store import PartWriter, committed_parts, create_or_open
 
@@ -157,17 +157,16 @@ class Replica:
         self._run_batches(part, job, resume=writer.resume_sample)
         self._settle(leave=OPEN_PARTS - 1)
 
-    def _open_writer(self, part: Any) -> PartWriter | None:
+    def _open_writer(self, part: PlannedPart) -> PartWriter | None:
         """The part's writer, entered; None while a process that lost its lease still has it open on this machine."""
-        lengths = self.corpus.lengths
         writer = PartWriter(
             self.store_path,
             part.name,
             store_settings=self.config.store,
             num_taps=len(self.layer_ids),
             hidden_size=self._facts.hidden_size,
-            num_tokens=int(sum(int(lengths[row]) for batch in part.batches for row in batch)),
-            num_samples=sum(len(batch) for batch in part.batches),
+            num_tokens=part.tokens,
+            num_samples=len(part.rows),
             statistics=self.statistics,
             threads=max(1, min(8, (os.cpu_count() or 1) // max(1, self.replicas))) if self.target.device.type == "cuda" else 1,
         )
@@ -178,27 +177,20 @@ class Replica:
                 return None
             raise
 
-    def _run_batches(self, part: Any, job: PartJob, *, resume: int) -> None:
-        start, waited, tokens, sample = time.monotonic(), self.backlog.waited_s, 0, 0
-        if not self._started:
-            self._started = start
+    def _run_batches(self, part: PlannedPart, job: PartJob, *, resume: int) -> None:
+        start, waited = time.monotonic(), self.backlog.waited_s
+        self._started = self._started or start
         before = (self.forwarder.tokens, self.forwarder.padded_tokens)
-        for rows in part.batches:
-            sample += len(rows)
-            if sample <= resume:  # every row of it is stored
-                job.skip(len(rows))
-                continue
-            ids = [self.corpus.row(row).input_ids for row in rows]
-            for positions, batch in self.forwarder.run(ids, int(self.corpus.buckets[rows[0]])):
-                if not self._checked:
-                    self._self_check(ids[positions.start], [tap[0, : batch.lengths[0]] for tap in batch.taps])
-                job.put([int(rows[i]) for i in positions], batch)
-                tokens += sum(batch.lengths)
-                self._computed_tokens += sum(batch.lengths)
-                del batch
-            if job.error is not None:
-                break
-            self._report(text=f"{part.name}: {sample} of {sum(map(len, part.batches))} rows")
+
+        def first_batch(ids: np.ndarray, taps: list[torch.Tensor]) -> None:
+            if not self._checked:
+                self._self_check(ids, taps)
+
+        def progress(rows: int, tokens: int) -> None:
+            self._computed_tokens += tokens
+            self._report(text=f"{part.name}: {rows} of {len(part.rows)} rows")
+
+        tokens = run_batches(part, job, self.forwarder, self.corpus, resume=resume, first_batch=first_batch, progress=progress)
         if job.error is not None:
             job.abandon()
             return

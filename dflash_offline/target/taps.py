@@ -11,6 +11,9 @@ from torch import nn
 
 from dflash_offline.errors import TargetError
 
+_STATE_KINDS = ("linear", "mamba", "conv", "recurrent", "ssm", "delta")
+_STATE_MODULES = ("mamba", "linear_attn", "conv", "temporal_block")
+
 
 class Target:
     """A text decoder that gives the outputs of chosen layers.
@@ -81,7 +84,17 @@ class Target:
             raise TargetError(f"{type(self.model).__name__} returns no hidden states, so the taps cannot be checked against them")
         return tuple(states)
 
-    def compile_layers(self, *, dynamic: bool) -> None:
-        """Compile every layer on its own; layers of one kind share a compilation."""
-        for layer in self.layers:
-            layer.compile(dynamic=dynamic)
+    def compile_layers(self, *, dynamic: bool, backend: str = "inductor") -> None:
+        """Compile every layer on its own; layers of one kind share a compilation.
+
+        Only ``forward`` is compiled, so that hooks (ours and transformers' own) run outside and cause no recompilation.
+        Of a layer that carries a state over tokens only the MLP is compiled: its loop over chunks of the sequence would
+        be unrolled, and compiled anew for every length.
+        """
+        kinds = getattr(self.model.config, "layer_types", None) or []
+        for i, layer in enumerate(self.layers):
+            kind = str(kinds[i]) if i < len(kinds) else ""
+            has_state = any(word in kind for word in _STATE_KINDS) or any(hasattr(layer, name) for name in _STATE_MODULES)
+            part = getattr(layer, "mlp", None) if has_state else layer
+            if part is not None:
+                part.forward = torch.compile(part.forward, dynamic=dynamic, backend=backend)
