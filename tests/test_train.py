@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from dflash_offline import keys
 from dflash_offline.checkpoint import newest
 from dflash_offline.config import RunConfig
-from dflash_offline.dataset import Job
+from dflash_offline.dataset import DeviceBatch, Job, Prefetcher
 from dflash_offline.drafter import Drafter, DrafterShape
 from dflash_offline.errors import CheckpointError, TrainError
 from dflash_offline.manifest import damaged_files, read_manifest
@@ -53,9 +54,18 @@ def make_trainer(make_run):
     return make
 
 
-def take_step(trainer: Trainer, number: int = 0) -> None:
+def take_step(trainer: Trainer, number: int = 0, jobs: list[Job] | None = None) -> None:
+    """One step, from its own micro-batches or from ``jobs``."""
     step = trainer.order.step(number)
-    trainer.train_step(step, [trainer.setup.loader.load(job) for job in trainer._jobs(step)], began=0.0, waited_s=0.0)
+    if jobs is not None:
+        trainer.jobs = lambda step: jobs  # type: ignore[method-assign]
+    with Prefetcher(trainer.jobs(step), trainer.setup.loader.load) as reader:
+        trainer.train_step(step, trainer.feed(reader, training=True))
+
+
+def load(trainer: Trainer, job: Job) -> DeviceBatch:
+    with Prefetcher([job], trainer.setup.loader.load) as reader:
+        return trainer.feed(reader, training=False).take()
 
 
 def test_training_leaves_a_finished_drafter(make_run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,35 +103,32 @@ def test_step_normalises_by_the_weights_of_all_micro_batches(make_trainer) -> No
     trainer = make_trainer(micro_batches_per_step=3)
     number = next(n for n in range(trainer.order.total_steps) if len(trainer.order.step(n).micro_batches) == 3)
     step = trainer.order.step(number)
-    outputs = [trainer.losses(trainer.move(trainer.setup.loader.load(job), noise=0.0)) for job in trainer._jobs(step)]
+    outputs = [trainer.losses(load(trainer, job)) for job in trainer.jobs(step)]
     total = sum(out.loss_sum for out in outputs) / sum(float(out.weight_sum) for out in outputs)
     weights = trainer.setup.weights
     gradients = torch.autograd.grad(total, weights.parameters)
     expected = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     take_step(trainer, number)
-    assert trainer.last_row["grad_norm"] == pytest.approx(float(expected), rel=1e-5)
-    assert trainer.last_row["loss"] == pytest.approx(float(total.detach()), rel=1e-6)
+    assert trainer.reporter.last_row["grad_norm"] == pytest.approx(float(expected), rel=1e-5)
+    assert trainer.reporter.last_row["loss"] == pytest.approx(float(total.detach()), rel=1e-6)
     assert not weights.gradient.any()
 
 
 def test_micro_batch_without_anchors_changes_nothing(make_trainer) -> None:
     trainer = make_trainer()
-    step = trainer.order.step(0)
-    with_anchors = trainer.setup.loader.load(trainer._jobs(step)[0])
-    rows = [int(row) for row in with_anchors.job.rows]
-    empty = trainer.setup.loader.load(Job(0, 1, 0, rows, with_anchors.job.shape, anchors=[np.zeros(0, np.int64)] * len(rows)))
+    full = trainer.jobs(trainer.order.step(0))[0]
+    empty = replace(full, number=1, anchors=[np.zeros(0, np.int64)] * len(full.rows))
     before = trainer.setup.weights.master.clone()
-    trainer.train_step(step, [empty], began=0.0, waited_s=0.0)
-    assert trainer.last_row["loss"] == 0 and trainer.last_row["grad_norm"] == 0
-    assert torch.equal(trainer.setup.weights.master, before)
-    trainer.train_step(step, [], began=0.0, waited_s=0.0)
-    assert torch.equal(trainer.setup.weights.master, before)
-    trainer.train_step(step, [with_anchors, empty], began=0.0, waited_s=0.0)
-    both = trainer.last_row["loss"]
+    for jobs in ([empty], []):
+        take_step(trainer, jobs=jobs)
+        assert trainer.reporter.last_row["loss"] == 0 and trainer.reporter.last_row["grad_norm"] == 0
+        assert torch.equal(trainer.setup.weights.master, before)
+    take_step(trainer, jobs=[full, empty])
     assert not torch.equal(trainer.setup.weights.master, before) and trainer.setup.weights.master.isfinite().all()
     other = make_trainer()
-    other.train_step(step, [with_anchors], began=0.0, waited_s=0.0)
-    assert other.last_row["loss"] == both and torch.equal(other.setup.weights.master, trainer.setup.weights.master)
+    take_step(other, jobs=[full])
+    assert other.reporter.last_row["loss"] == trainer.reporter.last_row["loss"] > 0
+    assert torch.equal(other.setup.weights.master, trainer.setup.weights.master)
 
 
 def test_one_nan_in_the_store_stops_before_the_update(make_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,15 +214,8 @@ def test_heldout_replay_is_that_of_the_evaluator(make_trainer) -> None:
     scored = heldout.Scores()
     with torch.no_grad():
         for job in trainer.heldout_jobs:
-            batch = trainer.setup.loader.load(job)
-            out, live = trainer.losses(trainer.move(batch, noise=0.0)), batch.blocks.num_live
-            scored.add(
-                job,
-                loss_sum=float(out.loss_sum.detach()),
-                weight_sum=float(out.weight_sum),
-                correct=out.correct[:live, 1:].numpy(),
-                supervised=batch.supervised[:live, 1:].numpy(),
-            )
+            batch = load(trainer, job)
+            scored.add(batch, trainer.losses(batch))
     setup = trainer.setup
     summary = scored.summary(setup.corpus)
     embedding, head = load_embedding_and_head(Path(setup.config.target.model), dtype=torch.float32, device="cpu")

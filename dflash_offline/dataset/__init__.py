@@ -2,12 +2,14 @@
 
 =================  ===========================================================================================
 ``order.py``       which rows make up which step, of the whole run; the fixed shape of each bucket
-``batches.py``     one micro-batch: rows packed, anchors drawn, labels; decoded on the training device
+``batches.py``     one micro-batch on the host: rows packed, anchors drawn, labels
 ``prefetch.py``    reading ahead in a thread, bounded in bytes
+``device.py``      one micro-batch on the training device: decoded, padded, noisy; the next one in good time
 =================  ===========================================================================================
 """
 
-from dflash_offline.dataset.batches import BatchLoader, DeviceBatch, Job, MicroBatch, add_noise, noise_seed, to_device
+from dflash_offline.dataset.batches import BatchLoader, Job, MicroBatch, noise_seed
+from dflash_offline.dataset.device import DeviceBatch, DeviceFeed, add_noise, made_up, to_device
 from dflash_offline.dataset.order import BatchShape, Step, TrainingOrder, count_candidates, stored_indices
 from dflash_offline.dataset.prefetch import PREFETCH_BYTES, Prefetcher
 
@@ -16,6 +18,7 @@ __all__ = [
     "BatchLoader",
     "BatchShape",
     "DeviceBatch",
+    "DeviceFeed",
     "Job",
     "MicroBatch",
     "Prefetcher",
@@ -23,6 +26,7 @@ __all__ = [
     "TrainingOrder",
     "add_noise",
     "count_candidates",
+    "made_up",
     "noise_seed",
     "stored_indices",
     "to_device",

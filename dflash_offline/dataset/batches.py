@@ -77,17 +77,6 @@ class MicroBatch:
         return sum(array.nbytes for array in self.encoded.arrays.values())
 
 
-@dataclass
-class DeviceBatch:
-    """A micro-batch where it is trained on. ``hidden_states`` [C, k * H], zero in padding rows."""
-
-    hidden_states: Tensor
-    blocks: BlockLayout
-    anchor_tokens: Tensor
-    labels: Tensor
-    supervised: Tensor
-
-
 class BatchLoader:
     """Makes micro-batches out of corpus and store. Safe to use from one thread at a time.
 
@@ -145,31 +134,3 @@ def noise_seed(seed: int, epoch: int, sample_id: bytes) -> int:
     """Seed of a row's noise in one epoch, 63 bits."""
     digest = hashlib.blake2b(f"noise/{seed}/{epoch}/".encode() + sample_id, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def to_device(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype, num_taps: int, noise: float = 0.0) -> DeviceBatch:
-    """Decode a micro-batch on the training device, pad it to its shape and add noise.
-
-    Args:
-        dtype: of the hidden states.
-        num_taps: k.
-        noise: uniform in +-noise times the root mean square of each token's tapped state.
-    """
-    shape, num_tokens = batch.job.shape, batch.num_tokens
-    decoded = batch.encoded.decode(device)  # bf16 [T, k * H]
-    hidden = torch.zeros(shape.context, decoded.shape[1], dtype=dtype, device=device)
-    hidden[:num_tokens] = decoded
-    if noise > 0:
-        add_noise(hidden, batch.spans, batch.noise_seeds, amount=noise, num_taps=num_taps)
-    moved = (array.to(device, non_blocking=True) for array in (batch.anchor_tokens, batch.labels, batch.supervised))
-    return DeviceBatch(hidden, batch.blocks.to(device, non_blocking=True), *moved)
-
-
-def add_noise(hidden: Tensor, spans: Sequence[tuple[int, int]], seeds: Sequence[int], *, amount: float, num_taps: int) -> None:
-    """Add uniform noise to packed hidden states [C, k * H], in place: +-amount x RMS of each token's state in each tap."""
-    generator = torch.Generator(hidden.device)
-    for (start, end), seed in zip(spans, seeds, strict=True):
-        states = hidden[start:end].unflatten(-1, (num_taps, -1))  # [T, k, H]
-        scale = amount * states.float().square().mean(-1, keepdim=True).sqrt()
-        drawn = torch.empty(states.shape, dtype=torch.float32, device=hidden.device)
-        states += (drawn.uniform_(-1.0, 1.0, generator=generator.manual_seed(seed)) * scale).to(hidden.dtype)

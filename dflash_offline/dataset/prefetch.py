@@ -84,6 +84,11 @@ class Prefetcher(Generic[Job, Item]):
         raise StopIteration
 
     @property
+    def ready(self) -> bool:
+        """Whether ``take`` would return an item at once."""
+        return bool(self._ready)
+
+    @property
     def held_bytes(self) -> int:
         """Bytes loaded and not yet taken."""
         return self._held_bytes

@@ -4,8 +4,12 @@
 ``setup.py``         what a rank trains with: data, drafter, frozen tables, optimiser
 ``ranks.py``         the other ranks: joining, comparing, gradient sums in a fixed order
 ``loop.py``          the training loop; ``Trainer.train_step`` is one optimiser step
+``statistics.py``    what a step is judged by
 ``heldout.py``       evaluation on held-out conversations, ``tau_replay``
+``state.py``         saving and resuming
+``reporter.py``      numbers of steps -> rows, lines, warnings
 ``records.py``       status line, ``metrics.jsonl``, TensorBoard, throughput watch
+``kernels.py``       compiled kernels, made before the ranks meet
 ``diagnosis.py``     what to say when a step diverged
 ``output.py``        the trained drafter and the manifest
 ===================  =========================================================================================
@@ -28,21 +32,32 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
     Raises:
         TrainError: see ``setup.prepare`` and ``Trainer.run``.
     """
-    from dflash_offline.train import output
+    from dflash_offline.train import kernels, output, state
     from dflash_offline.train.loop import Trainer
     from dflash_offline.train.ranks import Ranks
     from dflash_offline.train.setup import choose_device, prepare
 
     ranks = Ranks.from_environment()
     device = choose_device(config, ranks)
+    folder = None
+    if device.type == "cuda":
+        kernels.refuse_traced_compiles()
+        folder, said = kernels.use_cache_folder(device)
+        if said is not None:
+            progress.say(said)
     progress.update(text="opening corpus and store", force=True)
     setup = prepare(config, arguments.key, ranks, device)
+    trainer = Trainer(setup, ranks, progress)
+    if folder is not None:
+        progress.update(text="compiling kernels", force=True)
+        line = trainer.warm_up(folder)
+        if ranks.first:
+            progress.say(line)
     progress.update(text="waiting for the other ranks", force=True)
     ranks.join(device)
     try:
         ranks.compare(setup.facts)
-        trainer = Trainer(setup, ranks, progress)
-        trainer.resume()
+        state.resume(trainer)
         if ranks.first:
             progress.say(
                 f"training {count_text(setup.weights.numel)} parameters on {len(setup.order.rows)} conversations: "

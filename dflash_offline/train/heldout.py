@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from dflash_offline.corpus import Corpus
-from dflash_offline.dataset import BatchShape, Job
-from dflash_offline.objective import anchor_candidates
+from dflash_offline.dataset import BatchShape, DeviceBatch, Job
+from dflash_offline.objective import LossOutput, anchor_candidates
 from dflash_offline.replay import answers
 
 RESAMPLES = 1000
@@ -76,15 +76,16 @@ class Scores:
     slots_right: np.ndarray | None = None
     slots_total: np.ndarray | None = None
 
-    def add(self, job: Job, *, loss_sum: float, weight_sum: float, correct: np.ndarray, supervised: np.ndarray) -> None:
-        """Note one micro-batch; ``correct`` and ``supervised`` are bool [N, B - 1], slots from 1."""
+    def add(self, batch: DeviceBatch, out: LossOutput) -> None:
+        """Note one micro-batch."""
+        job, live = batch.job, batch.blocks.num_live
         assert job.anchors is not None
-        self.loss_sum, self.weight_sum = self.loss_sum + loss_sum, self.weight_sum + weight_sum
-        right, total = (correct & supervised).sum(0), supervised.sum(0)
-        self.slots_right = right if self.slots_right is None else self.slots_right + right
+        right = (out.correct & batch.supervised)[:live, 1:].cpu().numpy()
+        total = batch.supervised[:live, 1:].sum(0).cpu().numpy()
+        self.loss_sum, self.weight_sum = self.loss_sum + float(out.loss_sum.detach()), self.weight_sum + float(out.weight_sum)
+        self.slots_right = right.sum(0) if self.slots_right is None else self.slots_right + right.sum(0)
         self.slots_total = total if self.slots_total is None else self.slots_total + total
-        leading = np.cumprod(correct & supervised, axis=1).sum(1)
-        block = 0
+        leading, block = np.cumprod(right, axis=1).sum(1), 0
         for row, positions in zip(job.rows, job.anchors, strict=True):
             counts = leading[block : block + len(positions)]
             self.streaks.setdefault(int(row), {}).update(zip(positions.tolist(), counts.tolist(), strict=True))

@@ -116,6 +116,8 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
     with torch.device(device):
         drafter = Drafter(shape, attention=attention_path(config, device))
     drafter.initialise(seed=train.seed)
+    if device.type == "cuda" and drafter.attention.compiled:
+        drafter.compile_layers()
     weights = Weights(drafter, device=device, dtype=dtype, ema=train.ema)
     return Setup(
         config=config,
