@@ -108,6 +108,17 @@ def overfitted(tiny_target: Path, stored_row: tuple[torch.Tensor, torch.Tensor, 
     return drafter.eval()
 
 
+def with_noise(drafter: Drafter) -> Drafter:
+    """A copy that is often wrong: noise on every weight."""
+    noisy = Drafter(drafter.shape)
+    noisy.load_state_dict(drafter.state_dict())
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in noisy.parameters():
+            parameter.add_(parameter.std() * 0.8 * torch.randn(parameter.shape, generator=generator))
+    return noisy
+
+
 def test_an_untrained_drafter_changes_nothing(tiny_target: Path) -> None:
     decoder = make_decoder(tiny_target, Drafter(tiny_shape()))
     for seed in range(1, 5):
@@ -160,12 +171,7 @@ def test_a_drafter_that_is_often_wrong_still_agrees_with_the_independent_loop(
     """On the known prompt cut short, or with noise on the weights, blocks are refused at every length."""
     from transformers import AutoModelForCausalLM
 
-    noisy = Drafter(overfitted.shape)
-    noisy.load_state_dict(overfitted.state_dict())
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in noisy.parameters():
-            parameter.add_(parameter.std() * 0.8 * torch.randn(parameter.shape, generator=generator))
+    noisy = with_noise(overfitted)
     folder = tmp_path / "zlab"
     export_weights(folder, form="zlab", shape=noisy.shape, tensors=tensors_of(noisy), target=TargetInfo("tiny", []))
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)

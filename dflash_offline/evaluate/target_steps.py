@@ -51,7 +51,7 @@ class SteppedTarget:
         self.layer_ids = list(layer_ids)
         self.device = next(model.parameters()).device
         parameters = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # renamed within transformers 5
+        self.cache_name = "cache" if "cache" in parameters else "past_key_values"  # renamed within transformers 5
         self._taps: dict[int, torch.Tensor] = {}
         self._hooks = [layers[i].register_forward_hook(self._tap(i)) for i in dict.fromkeys(self.layer_ids)]
         self.cache: DynamicCache | None = None
@@ -111,6 +111,12 @@ class SteppedTarget:
         for part in kept.split(1) if self.stepwise else [kept]:
             self._forward(part, logits_to_keep=1)
 
+    def take_taps(self) -> list[torch.Tensor]:
+        """What the tapped layers gave in the last forward, [batch, T, H] each, in the drafter's order."""
+        taps = [self._taps[i] for i in self.layer_ids]
+        self._taps.clear()
+        return taps
+
     def _tap(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self._taps[index] = output[0] if isinstance(output, tuple) else output
@@ -118,9 +124,8 @@ class SteppedTarget:
         return hook
 
     def _forward(self, ids: torch.Tensor, *, logits_to_keep: int) -> TargetStep:
-        output = self.model(input_ids=ids[None], use_cache=True, logits_to_keep=logits_to_keep, **{self._cache_name: self.cache})
-        hidden = torch.cat([self._taps[i][0] for i in self.layer_ids], dim=-1)
-        self._taps.clear()
+        output = self.model(input_ids=ids[None], use_cache=True, logits_to_keep=logits_to_keep, **{self.cache_name: self.cache})
+        hidden = torch.cat([rows[0] for rows in self.take_taps()], dim=-1)
         return TargetStep(output.logits[0], hidden.to(torch.bfloat16).to(hidden.dtype))
 
     def _continues_blocks(self) -> bool:
