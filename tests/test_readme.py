@@ -21,7 +21,8 @@ _SMOKE = "dflash-offline smoke"  # the finished run was made by it
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    """Fenced blocks of a language; "" for those that name none."""
+    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL) if name == language]
 
 
 def commands() -> list[str]:
@@ -105,7 +106,7 @@ def test_commands_named_in_text_exist(page: Path) -> None:
 
 
 def test_tree_names_what_is_there() -> None:
-    tree = next(block for block in re.findall(r"^```\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL) if "dflash_offline/" in block)
+    tree = next(block for block in blocks("") if "dflash_offline/" in block)
     for line in tree.splitlines():
         base = ROOT / "dflash_offline" if line.startswith("  ") else ROOT
         for name in re.findall(r"[\w/]+(?:\.py|\.toml|/)(?=\s)", line.strip().split("   ")[0] + " "):
