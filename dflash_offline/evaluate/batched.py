@@ -7,16 +7,18 @@ Shapes: R slots, B block size, K taps, H hidden, V vocabulary.
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dflash_offline.errors import EvaluateError
 from dflash_offline.evaluate.decoder import TOP, Decoder, Response
-from dflash_offline.evaluate.rows import RowsDrafter, RowsTarget, can_batch
+from dflash_offline.evaluate.rows import RowsDrafter, RowsTarget, supports
 
 ROUND = 128  # buffer lengths are multiples of this, so that few are ever made
+
+__all__ = ["BatchedDecoder", "supports"]
 
 Work = tuple[Hashable, list[int]]  # what names the prompt, and its token ids
 
@@ -38,14 +40,28 @@ class BatchedDecoder:
         say: gets a line when steps cannot be recorded as CUDA graphs.
 
     Raises:
-        EvaluateError: this target cannot be batched (see ``can_batch``).
+        EvaluateError: this target cannot be batched (see ``supports``).
     """
 
-    def __init__(self, decoder: Decoder, num_rows: int, *, say: Callable[[str], None] = print) -> None:
-        if not can_batch(decoder.target):
-            raise EvaluateError("several prompts at once need a target whose layers all have one kind of attention; set [evaluate] batch = 1")
+    def __init__(self, decoder: Decoder, num_rows: int = 8, *, say: Callable[[str], None] = print) -> None:
+        if not supports(decoder.target.model):
+            raise EvaluateError(
+                "several prompts at once need a target with full attention in every layer, run with sdpa or eager; set [evaluate] batch = 1"
+            )
         self.decoder, self.num_rows, self.say = decoder, num_rows, say
         self.device, self.block_size = decoder.target.device, decoder.block_size
+
+    def generate(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[Response]:
+        """Every prompt's response, in order."""
+        return self._in_order(self.run(deque(enumerate(prompts)), max_new_tokens=max_new_tokens), len(prompts))
+
+    def generate_plain(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[Response]:
+        """Every prompt's response by the target alone, in order."""
+        return self._in_order(self.run_plain(deque(enumerate(prompts)), max_new_tokens=max_new_tokens), len(prompts))
+
+    def _in_order(self, finished: Iterator[tuple[Hashable, Response]], count: int) -> list[Response]:
+        responses = dict(finished)
+        return [responses[index] for index in range(count)]
 
     def run(self, queue: deque[Work], *, max_new_tokens: int) -> Iterator[tuple[Hashable, Response]]:
         """Draft and verify every prompt of ``queue``; yields each response when it ends. The caller may append more meanwhile."""

@@ -123,10 +123,15 @@ class SteppedTarget:
 
         return hook
 
+    def forward(self, tokens: torch.Tensor, cache: DynamicCache, **options: Any) -> TargetStep:
+        """The model on tokens [R, T] with any cache; logits [R, T, V], hidden [R, T, K*H]. Options go to the model."""
+        output = self.model(input_ids=tokens, use_cache=True, **{self.cache_name: cache}, **options)
+        hidden = torch.cat(self.take_taps(), dim=-1)
+        return TargetStep(output.logits, hidden.to(torch.bfloat16).to(hidden.dtype))
+
     def _forward(self, ids: torch.Tensor, *, logits_to_keep: int) -> TargetStep:
-        output = self.model(input_ids=ids[None], use_cache=True, logits_to_keep=logits_to_keep, **{self.cache_name: self.cache})
-        hidden = torch.cat([rows[0] for rows in self.take_taps()], dim=-1)
-        return TargetStep(output.logits[0], hidden.to(torch.bfloat16).to(hidden.dtype))
+        step = self.forward(ids[None], self.cache, logits_to_keep=logits_to_keep)
+        return TargetStep(step.logits[0], step.hidden[0])
 
     def _continues_blocks(self) -> bool:
         """Whether a block after a cached prefix gives what single tokens give (older recurrent code starts from zero)."""
