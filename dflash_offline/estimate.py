@@ -1,5 +1,6 @@
 """What a run will cost, before any GPU second: from the run file, the target's sizes and a sample of the corpus."""
 
+import contextlib
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from dflash_offline import identity, keys
 from dflash_offline.config import RunConfig
-from dflash_offline.errors import DFlashError
+from dflash_offline.errors import DFlashError, StoreError
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_manifest
 
@@ -120,17 +121,18 @@ def estimate(
 
 def token_bytes(config: RunConfig) -> dict[str, float]:
     """Stored bytes of a token for each codec, all captured layers; lossless is an upper bound, the others are fixed."""
-    from dflash_offline.plan import CODEC_SHARE
+    import numpy as np
 
-    hidden = _size(config, "hidden_size")
-    values = hidden * (len(identity.capture_layer_ids(config)) + config.store.store_last_hidden)
-    shares = CODEC_SHARE | {"lossless": _LOSSLESS_AT_MOST, "int8": 0.5 + 1 / _scale_block(hidden)}
-    return {name: 2 * values * share + _TOKEN_BYTES for name, share in shares.items()}
+    from dflash_offline.codecs import CODECS, ChannelStatistics, make_codec
 
-
-def _scale_block(hidden_size: int) -> int:
-    """Channels that share a scale: the largest divisor between 128 and 192, else 64."""
-    return next((block for block in range(192, 127, -1) if hidden_size % block == 0), 64)
+    hidden, taps = _size(config, "hidden_size"), len(identity.capture_layer_ids(config)) + config.store.store_last_hidden
+    statistics = ChannelStatistics(np.ones((taps, hidden), np.float32), num_tokens=1)  # sizes do not depend on them
+    sizes: dict[str, float] = {}
+    for name in CODECS:
+        share = _LOSSLESS_AT_MOST if name == "lossless" else 1.0
+        with contextlib.suppress(StoreError):  # a hidden size that this codec cannot pack
+            sizes[name] = share * make_codec(name, num_taps=taps, hidden_size=hidden, statistics=statistics).token_bytes + _TOKEN_BYTES
+    return sizes
 
 
 def _size(config: RunConfig, name: str, default: int | None = None) -> int:

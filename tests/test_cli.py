@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_store
 from click.testing import CliRunner, Result
 
-from dflash_offline import doctor, estimate, reference, smoke
+from dflash_offline import doctor, estimate, reference, smoke, store
 from dflash_offline.cli import main
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import prepare
@@ -175,11 +176,6 @@ def test_plan_names_idle_gpus_and_times(run_file: Callable[..., Path]) -> None:
     assert "3 GPUs wait during capture and 5 during training" in found["warnings"][0]
 
 
-@pytest.mark.parametrize("hidden, block", [(4096, 128), (5120, 160), (2560, 160), (576, 192), (64, 64), (2880, 192)])
-def test_scale_block_is_that_of_the_store_format(hidden: int, block: int) -> None:
-    assert estimate._scale_block(hidden) == block
-
-
 def test_bytes_of_the_published_sizes(run_file: Callable[..., Path], tmp_path: Path) -> None:
     """51,200 bytes a token as bfloat16 for five taps of a 27B target with hidden size 5120."""
     path = of_another_target(run_file(target={"capture_layer_ids": 5}), "wide")
@@ -188,6 +184,27 @@ def test_bytes_of_the_published_sizes(run_file: Callable[..., Path], tmp_path: P
     sizes = estimate.token_bytes(RunConfig.load(path))
     assert sizes["bf16"] == 51_200 + 5
     assert sizes["int8"] <= 0.51 * 51_200 and sizes["int6"] <= 0.41 * 51_200 and sizes["int4"] <= 0.30 * 51_200
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int6", "int4", "lossless"])
+def test_estimated_bytes_are_those_of_a_real_store(codec: str, tmp_path: Path, run_file: Callable[..., Path]) -> None:
+    """Within 5 % for codecs of a fixed rate, an upper bound for lossless; hidden size 576 and five taps."""
+    path = of_another_target(run_file(target={"capture_layer_ids": 5}), "real")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "config.json").write_text(json.dumps({"num_hidden_layers": 30, "hidden_size": 576}))
+    rows = small_store.rows([300, 211, 129], taps=5, hidden=576)
+    store.create_or_open(tmp_path / "store", small_store.identity(codec))
+    small_store.write_part(tmp_path / "store", "part-00000", rows, codec)
+    written = sum(
+        file.stat().st_size
+        for file in (tmp_path / "store").rglob("*")
+        if file.is_file() and file.name not in ("manifest.json", "index.json", "zarr.json") and "channel" not in str(file)
+    )
+    estimated = 640 * estimate.token_bytes(RunConfig.load(path))[codec] + 3 * estimate._SAMPLE_BYTES
+    if codec == "lossless":
+        assert 0.8 * estimated < written <= estimated
+    else:
+        assert written == pytest.approx(estimated, rel=0.05)
 
 
 def test_smoke_keeps_target_and_settings_and_takes_fewer_rows(run_file: Callable[..., Path], tmp_path: Path) -> None:
