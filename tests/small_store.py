@@ -1,6 +1,10 @@
 """Small stores for the tests: rows that look like residual streams, written through PartWriter."""
 
+import contextlib
 import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +17,14 @@ from dflash_offline.config import StoreConfig
 
 K, H = 3, 64
 LENGTHS = [5, 200, 63, 64, 65, 1, 129, 300, 7, 90]
+
+
+@contextlib.contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """A temporary folder, in memory where there is one: hundreds of fsyncs on a shared disk take minutes."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
 
 
 @dataclass

@@ -8,12 +8,33 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from small_store import LENGTHS, H, K, append, content, identity, make_store, rows, same_bits, settings, statistics_for, write_part, writer
+from small_store import (
+    LENGTHS,
+    H,
+    K,
+    append,
+    content,
+    folder_in_memory,
+    identity,
+    make_store,
+    rows,
+    same_bits,
+    settings,
+    statistics_for,
+    write_part,
+    writer,
+)
 
 from dflash_offline import store
 from dflash_offline.codecs import CODECS, make_codec
 from dflash_offline.errors import StoreError, StoreIdentityError
 from dflash_offline.store.shards import ShardedArray
+
+
+@pytest.fixture
+def tmp_path():
+    with folder_in_memory() as folder:
+        yield folder
 
 
 def expected(codec: str, row) -> torch.Tensor:

@@ -11,11 +11,12 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 _TORCH = {"uint8": torch.uint8, "int8": torch.int8, "uint16": torch.int16}
 
@@ -80,6 +81,14 @@ class Codec(ABC):
         Args:
             taps: positions along K that the k encoded taps are; None = all of them in order.
         """
+
+    @cached_property
+    def constants_digest(self) -> str:
+        """xxh3-128 of the constants: parts of one store must agree on it."""
+        hashed = xxhash.xxh3_128()
+        for name, array in sorted(self.constants.items()):
+            hashed.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
+        return hashed.hexdigest()
 
     @property
     def token_bytes(self) -> int:

@@ -109,9 +109,9 @@ class QuantisedCodec(Codec):
     def __init__(self, name: str, num_taps: int, hidden_size: int, *, channel_scale: np.ndarray, outlier_channels: np.ndarray, zstd: bool):
         super().__init__(num_taps, hidden_size)
         self.name, self.bits = name, self.BITS[name]
-        if hidden_size % MULTIPLE_OF[self.bits]:
+        if hidden_size % (multiple := MULTIPLE_OF[self.bits]):
             raise StoreError(
-                f"[store] codec = {name!r} needs a hidden size that is a multiple of {MULTIPLE_OF[self.bits]}; the target's is {hidden_size}"
+                f"[store] codec = {name!r} needs a hidden size that is a multiple of {multiple}; the target's is {hidden_size}"
             )
         if channel_scale.shape != (num_taps, hidden_size):
             raise StoreError(

@@ -131,6 +131,7 @@ def write_part_manifest(
         files=[schema.GROUP_FILE, *files],
         name=name,
         codec=codec.name,
+        constants=codec.constants_digest,
         samples=shape.num_samples,
         tokens=shape.num_tokens,
         num_taps=shape.num_taps,

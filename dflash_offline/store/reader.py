@@ -89,7 +89,7 @@ class StoredPart:
     def __init__(self, root: Path, name: str, entry: dict[str, Any], verify: Verify):
         self.folder, self.name, self.verify = root / name, name, verify
         try:
-            self.manifest = manifest.read_manifest(self.folder, kind=schema.PART_KIND)
+            self.manifest: dict[str, Any] = manifest.read_manifest(self.folder, kind=schema.PART_KIND)
         except DFlashError as error:
             raise StoreDamagedError(f"{error} ({name}); `verify` lists what is damaged") from None
         if verify != "off":
@@ -123,7 +123,13 @@ class StoredPart:
 
     @cached_property
     def codec(self) -> Codec:
-        return codec_of_part(self.attributes, lambda name: read_small(self.folder / name))
+        try:
+            return codec_of_part(self.attributes, lambda name: read_small(self.folder / name))
+        except KeyError as error:
+            where = f"{self.folder / schema.GROUP_FILE}: attribute {error.args[0]!r}"
+            raise StoreDamagedError(
+                f"{where} is missing (format version {schema.FORMAT_VERSION} has it); it was edited or damaged"
+            ) from None
 
     @cached_property
     def arrays(self) -> list[ShardedArray]:
@@ -166,6 +172,8 @@ class HiddenStateStore:
             raise StoreDamagedError(
                 f"{self.path / missing[0]}: {schema.INDEX} lists this part and its folder is missing; capture again, only it is made anew"
             )
+        if names:
+            schema.check_constants({"parts": entries}, entries[names[0]].get("constants"), self.path)
         self._parts = [StoredPart(self.path, name, entries[name], verify) for name in names]
         expected = manifest.digest(self.identity)
         for part in self._parts:

@@ -147,7 +147,7 @@ def check_identity(root: Path, identity: dict[str, Any]) -> None:
 
 
 def read_index(root: Path) -> dict[str, Any]:
-    """``{"group": [bytes, checksum], "parts": {name: {"manifest", "samples", "tokens", "bytes"}}}``.
+    """``{"group": [bytes, checksum], "parts": {name: {"manifest", "samples", "tokens", "bytes", "constants"}}}``.
 
     Raises:
         StoreDamagedError: it is missing or does not fit its own digest.
@@ -176,6 +176,19 @@ def write_index(root: Path, index: dict[str, Any]) -> None:
     """Replace the index, its digest made anew. Call with ``locked(root / LOCK)`` held."""
     content = {name: value for name, value in index.items() if name != "digest"}
     manifest.write_json(Path(root) / INDEX, {**content, "digest": manifest.digest(content)})
+
+
+def check_constants(index: dict[str, Any], constants: str, root: Path) -> None:
+    """Refuse a part whose channel scales are not those of the parts already there.
+
+    Raises:
+        StoreIdentityError: naming a part that has others.
+    """
+    for name, entry in index["parts"].items():
+        if entry.get("constants", constants) != constants:
+            raise StoreIdentityError(
+                f"{root}: {name} was written with other channel statistics; restore those it was captured with, or use another root"
+            )
 
 
 def committed_parts(store_path: Path | str) -> list[str]:

@@ -5,6 +5,7 @@ manifest (its own digest) lists every file of the part with size and xxh3-128. N
 were read: a deleted chunk reads as fill value in every Zarr library, an all-zero one may be legitimate.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,19 +76,22 @@ def _root_problems(root: Path, problems: list[Problem]) -> dict[str, Any]:
     """Check the store's own files; returns the index, or one made from what is there if it cannot be used."""
     if not root.is_dir():
         raise StoreError(f"{root}: no hidden-state store here; capture first, or check the path")
-    group, identity = root / schema.GROUP_FILE, None
-    try:
-        identity = schema.read_attributes(root)["identity"]
-    except (StoreError, KeyError) as error:
-        if not (root / schema.INDEX).exists():
-            raise
-        problems.append(Problem(None, schema.GROUP_FILE, f"not valid ({error})"))
+    group, identity, index = root / schema.GROUP_FILE, None, None
     try:
         index = schema.parse_index(root)
-        if group.exists() and [group.stat().st_size, manifest.checksum(group)] != index["group"]:
-            problems.append(Problem(None, schema.GROUP_FILE, "content differs from its checksum in the index"))
+        if not _is_canonical(root / schema.INDEX):
+            problems.append(Problem(None, schema.INDEX, "its bytes are not as they were written"))
     except DFlashError as error:
+        if not group.exists():
+            raise StoreError(f"{root}: no hidden-state store here; capture first, or check the path") from None
         problems.append(Problem(None, schema.INDEX, str(error)))
+    if index is not None and not group.is_file():
+        problems.append(Problem(None, schema.GROUP_FILE, "missing"))
+    elif index is not None and [group.stat().st_size, manifest.checksum(group)] != index["group"]:
+        problems.append(Problem(None, schema.GROUP_FILE, "content differs from its checksum in the index"))
+    else:
+        identity = schema.read_attributes(root)["identity"]
+    if index is None:
         found = [p.name for p in root.iterdir() if schema.PART_NAME.fullmatch(p.name) and p.is_dir()]
         index = {"parts": {name: {} for name in found}}
     for entry in sorted(root.iterdir()):
@@ -95,6 +99,12 @@ def _root_problems(root: Path, problems: list[Problem]) -> dict[str, Any]:
             what = "part is not in the index" if schema.PART_NAME.fullmatch(entry.name) else "not a file of this store"
             problems.append(Problem(None, entry.name, what))
     return {**index, "identity": identity}
+
+
+def _is_canonical(path: Path) -> bool:
+    """Whether a JSON file is byte for byte what ``manifest.write_json`` writes: its digest covers the values only."""
+    raw = path.read_bytes()
+    return raw == (json.dumps(json.loads(raw), indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def _part_problems(root: Path, name: str, entry: dict[str, Any] | None, *, deep: bool, identity: Any) -> list[Problem]:
@@ -109,6 +119,8 @@ def _part_problems(root: Path, name: str, entry: dict[str, Any] | None, *, deep:
     except (DFlashError, KeyError, TypeError, ValueError) as error:
         return [Problem(name, manifest.MANIFEST, f"cannot be used ({error})")]
     problems = []
+    if not _is_canonical(folder / manifest.MANIFEST):
+        problems.append(Problem(name, manifest.MANIFEST, "its bytes are not as they were written"))
     if entry is None or (entry and entry["manifest"] != found["digest"]):
         problems.append(Problem(name, manifest.MANIFEST, "is not the manifest that the index lists; part or manifest was swapped"))
     if found["name"] != name:

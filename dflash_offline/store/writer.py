@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from dflash_offline import manifest
 from dflash_offline.codecs import ChannelStatistics, Codec, make_codec
@@ -118,6 +117,7 @@ class PartWriter:
             self.journal.clear()
             self.already_committed, self.resume_sample = True, self.shape.num_samples
             return
+        schema.check_constants(schema.read_index(self.root), self.codec.constants_digest, self.root)
         if self.target.exists():
             raise StoreError(
                 f"{self.target}: exists without a manifest, so it is no part of this store; move it away and run the same command again"
@@ -144,7 +144,7 @@ class PartWriter:
             "format_version": schema.FORMAT_VERSION,
             "identity": manifest.digest(self.identity),
             "arrays": [[array.name, array.dtype, array.width, array.zstd] for array in self.codec.arrays],
-            "constants": {name: xxhash.xxh3_128(array.tobytes()).hexdigest() for name, array in self.codec.constants.items()},
+            "constants": self.codec.constants_digest,
             "shape": vars(self.shape),
         }
 
@@ -297,12 +297,9 @@ class PartWriter:
         num_bytes = sum(size for size, _ in found["files"].values())
         with schema.locked(self.root / schema.LOCK):
             index = schema.read_index(self.root)
-            index["parts"][self.name] = {
-                "manifest": found["digest"],
-                "samples": found["samples"],
-                "tokens": found["tokens"],
-                "bytes": num_bytes,
-            }
+            schema.check_constants(index, found["constants"], self.root)
+            entry = {name: found[name] for name in ("samples", "tokens", "constants")}
+            index["parts"][self.name] = {"manifest": found["digest"], "bytes": num_bytes, **entry}
             schema.write_index(self.root, index)
         self.partial.rename(self.target)
         manifest.fsync_folder(self.root)
