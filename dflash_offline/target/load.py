@@ -71,7 +71,7 @@ def load_target(
     if gguf is not None:
         options |= _gguf_options(gguf)
     if not keep_head:
-        cls = _truncated(cls, max(layer_ids) + 1, folder)
+        cls = truncated(cls, max(layer_ids) + 1, folder)
     model = _from_pretrained(cls, folder, options, device)
     return Target(model, layers=_layers(model, folder), layer_ids=layer_ids, num_layers=num_layers, device=device, dtype=dtype)
 
@@ -166,7 +166,7 @@ def _layers(model: nn.Module, folder: Path) -> nn.ModuleList:
     return getattr(*found)
 
 
-def _truncated(cls: type[nn.Module], keep: int, folder: Path) -> type[nn.Module]:
+def truncated(cls: type[nn.Module], keep: int, folder: Path) -> type[nn.Module]:
     """A subclass that drops every layer from ``keep`` on, the final norm and the head as soon as it is built.
 
     It keeps the class's name: transformers looks up its table of renamed weights by it. The configuration stays whole,
