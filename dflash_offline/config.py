@@ -6,6 +6,7 @@ from the environment. Which fields make up which stage's content key is said in 
 """
 
 import glob
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -94,7 +95,20 @@ class CorpusConfig(Section):
     roles: dict[str, Literal["system", "user", "assistant", "tool"]] = Field(
         {}, description='Role names of your own data, for example { student = "user", teacher = "assistant" }.'
     )
+    drop_answers: list[str] = Field(
+        [], description='Regular expressions; a conversation is left out when one matches the start of an answer, for example ["ERROR"].'
+    )
     workers: PositiveInt | None = Field(None, description="Processes that tokenise; one for each core when left out.")
+
+    @field_validator("drop_answers")
+    @classmethod
+    def _patterns(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"drop_answers: {pattern!r} is no regular expression ({error})") from None
+        return patterns
 
     @model_validator(mode="after")
     def _edges(self) -> "CorpusConfig":
@@ -181,7 +195,7 @@ class TrainConfig(Section):
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="Precision of forward and backward passes; master weights are float32 always."
     )
-    attention: Literal["auto", "flex", "sdpa", "eager"] = Field(
+    attention: Literal["auto", "flex", "triton", "sdpa", "eager"] = Field(
         "auto",
         description="Attention path. auto: compiled block-sparse kernels on a GPU (never anything slower in silence), sdpa on a CPU.",
     )
@@ -237,6 +251,7 @@ class EvaluateConfig(Section):
     )
     max_prompts: PositiveInt = Field(80, description="Most prompts taken from one file.")
     max_new_tokens: PositiveInt = Field(256, description="Most tokens generated for one turn.")
+    batch: PositiveInt = Field(8, description="Prompts decoded at once; 1 for the speed that a single user sees.")
     heldout_rows: PositiveInt = Field(64, description="Most held-out conversations used for tau_replay.")
     heldout_loop_rows: Annotated[int, Field(ge=0)] = Field(
         4,

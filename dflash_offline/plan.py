@@ -131,19 +131,18 @@ def make_plan(config: RunConfig, corpus: Corpus, store_path: Path, plan_path: Pa
         if plan_path.is_file():
             return CapturePlan.load(plan_path)
         held = _committed(store_path)
-        names, seen, reused, rows = [name for name, _ in held.values()], set(), set(), []
-        for index in range(len(corpus)):
-            sha256 = corpus.hashes[index].tobytes()
-            if sha256 in held:
-                reused.add(held[sha256][0])
-            elif sha256 not in seen:
-                seen.add(sha256)
-                rows.append(index)
+        names, reused = [name for name, _ in held.values()], set()
+        hashes = np.ascontiguousarray(corpus.hashes).view("V32").ravel()
+        rows = np.sort(np.unique(hashes, return_index=True)[1])  # the first of each set of equal rows
+        if held:
+            known = [held.get(corpus.hashes[row].tobytes()) for row in rows]
+            reused = {found[0] for found in known if found}
+            rows = rows[[found is None for found in known]]
         for other in plan_path.parent.glob("*.json"):
             names += [part.name for part in CapturePlan.load(other).parts]
         first = 1 + max((int(match[1]) for name in names if (match := _PART_NAME.search(name))), default=-1)
         parts = plan_parts(
-            np.asarray(rows, dtype=np.int64),
+            rows,
             np.asarray(corpus.lengths),
             np.asarray(corpus.buckets),
             tokens_per_batch=config.corpus.tokens_per_batch,

@@ -142,3 +142,11 @@ def test_rows_with_the_same_prompt_fall_together_and_others_do_not() -> None:
 def test_ambiguous_mask_flags_are_named_as_ignored() -> None:
     conversation = parse_row({"messages": [PLAIN[1], {**PLAIN[2], "mask": True}]})
     assert any("'mask' ignored" in note for note in conversation.notes)
+
+
+def test_failed_and_unwanted_answers_are_rejected() -> None:
+    with pytest.raises(RowRejected, match="failed answer"):
+        parse_row({"messages": PLAIN, "status": "error"})
+    assert parse_row({"messages": PLAIN, "status": "ok"}, drop_answers=["ERROR"])
+    with pytest.raises(RowRejected, match="unwanted answer"):
+        parse_row({"messages": PLAIN}, drop_answers=["ERROR", r"Hel+o\b"])

@@ -22,7 +22,7 @@ from dflash_offline.corpus.unpacking import Source, chunks, unpack
 from dflash_offline.errors import CorpusError
 
 BLOCK_BYTES = 1 << 20
-MAX_ROW_BYTES = 64 << 20  # a longer row is rejected unread: no conversation of a usable length needs it
+MAX_ROW_BYTES = 32 << 20  # a longer row is rejected unread: no conversation of a usable length needs it
 _UTF16_OR_32 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 # Files that stand beside data in a folder and hold no conversations
 _NO_DATA = re.compile(

@@ -26,11 +26,20 @@ class RowOptions:
     max_length: int
     too_long: str
     roles: dict[str, str]
+    drop_answers: tuple[str, ...]
 
     @classmethod
     def of(cls, config: RunConfig, source: TemplateSource) -> "RowOptions":
         section = config.corpus
-        return cls(source, section.supervise, section.supervise_thinking, section.max_length, section.too_long, dict(section.roles))
+        return cls(
+            source,
+            section.supervise,
+            section.supervise_thinking,
+            section.max_length,
+            section.too_long,
+            dict(section.roles),
+            tuple(section.drop_answers),
+        )
 
 
 @dataclass
@@ -101,7 +110,7 @@ class RowMaker:
             try:
                 if isinstance(row, RowRejected):
                     raise row
-                conversation = parse_row(row, roles=self.options.roles)
+                conversation = parse_row(row, roles=self.options.roles, drop_answers=self.options.drop_answers)
                 rows = self._encode(conversation, counts, f"{name}:{line}")
             except RowRejected as error:
                 counts.reject(error.reason, f"{name}:{line}", error.detail)

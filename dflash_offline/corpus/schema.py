@@ -11,7 +11,7 @@ after the last assistant turn are dropped.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _LIST_FIELDS = ("messages", "conversations")
 _MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA_PLACEHOLDER = re.compile(r"(?:\A|\n)\s*<(?:image|video|audio)>|<(?:image|video|audio)>\s*(?:\n|\Z)")
+_FAILED = {"error", "failed", "failure"}
 _CUT = {"length", "max_tokens", "max_length"}
 
 
@@ -71,12 +72,13 @@ class Conversation:
         return digest.intdigest()
 
 
-def parse_row(row: Any, *, roles: Mapping[str, str] | None = None) -> Conversation:
+def parse_row(row: Any, *, roles: Mapping[str, str] | None = None, drop_answers: Sequence[str] = ()) -> Conversation:
     """Normalise one decoded row.
 
     Args:
         row: what the file held: an object, or a bare list of messages.
         roles: the run file's own role names -> system, user, assistant or tool; they win over the known ones.
+        drop_answers: regular expressions; a match at the start of any answer rejects the row.
 
     Raises:
         RowRejected: it holds no conversation that can be trained on.
@@ -99,6 +101,11 @@ def parse_row(row: Any, *, roles: Mapping[str, str] | None = None) -> Conversati
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant" and i not in leading), default=-1)
     if last < 0:
         raise RowRejected("no assistant turn", "no assistant turn after a user turn" if leading else "")
+    if isinstance(fields.get("status"), str) and fields["status"].lower() in _FAILED:
+        raise RowRejected("failed answer", f"the row's status is {fields['status']!r}")
+    for pattern in drop_answers:
+        if any(message["role"] == "assistant" and re.match(pattern, message["content"]) for message in messages):
+            raise RowRejected("unwanted answer", f"an answer matches {pattern!r}")
     if leading:
         notes.append("assistant turns before the first user turn dropped")
     if last + 1 < len(messages):

@@ -166,8 +166,11 @@ class CorpusWriter:
         (self.folder / "heldout.bin").write_bytes(np.ascontiguousarray(heldout, dtype=ROW_ARRAYS["heldout"][0]))
         return [f"{name}.bin" for name in (*TOKEN_ARRAYS, *ROW_ARRAYS)]
 
-    def read(self, name: str) -> np.ndarray:
-        """A row array as written so far (flushes)."""
+    def read(self, name: str, *, columns: int | None = None) -> np.ndarray:
+        """A row array as written so far (flushes); of a wide one only the first ``columns``, to save memory."""
         self._files[name].flush()
         dtype, shape = ROW_ARRAYS[name]
-        return np.fromfile(self.folder / f"{name}.bin", dtype=dtype).reshape(-1, *shape)
+        if not self.num_rows:
+            return np.zeros((0, *shape), dtype=dtype)
+        mapped = np.memmap(self.folder / f"{name}.bin", dtype=dtype, mode="r", shape=(self.num_rows, *shape))
+        return np.array(mapped if columns is None else mapped[:, :columns])
