@@ -19,6 +19,7 @@ from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus, prepare
 from dflash_offline.layout import Layout
 from dflash_offline.progress import Progress
+from dflash_offline.target import facts as target_facts
 from dflash_offline.target import load_target
 
 NUM_ROWS = 24
@@ -42,7 +43,7 @@ def make_inputs(folder: Path, *, model: Path, conversations: list[dict[str, Any]
         "part-00000",
         store_settings=config.store,
         num_taps=len(layers),
-        hidden_size=64,
+        hidden_size=target_facts(model).hidden_size,
         num_tokens=sum(len(row.input_ids) for row in rows),
         num_samples=len(rows),
     ) as writer:

@@ -89,6 +89,12 @@ def compiled_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+def recompiles() -> str:
+    """Why torch.compile last made a graph anew, as it says itself; empty when it does not."""
+    reasons = torch._dynamo.utils.counters.get("recompiles") or {}
+    return "; ".join(str(reason).splitlines()[0] for reason in list(reasons)[-2:]) or "a shape or mode that the warm-up does not cover"
+
+
 def warm_up(folder: Path, what: Any, passes: dict[str, Callable[[], None]]) -> str:
     """Run every pass once (see the module's docstring); returns a line to print."""
     began = time.monotonic()

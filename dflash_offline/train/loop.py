@@ -66,7 +66,7 @@ class Trainer:
         self.stop_agreed = self.save_agreed = False  # all ranks know, at the same step
         self.saved_at = time.monotonic()
         self.pending: Pending | None = None
-        self.graphs_at_start = 0
+        self.num_graphs, self.warmed_up = 0, False
         self.heldout_jobs = heldout.jobs(
             setup.corpus,
             heldout.choose_rows(setup.corpus, self.train.heldout_rows),
@@ -175,7 +175,7 @@ class Trainer:
 
         what = [setup.shape.to_dict(), [[shape.context, shape.blocks] for shape in shapes], setup.machine, self.train.dtype]
         line = kernels.warm_up(folder, what, {str(shape): partial(passes, shape) for shape in shapes})
-        self.graphs_at_start = kernels.compiled_graphs()
+        self.num_graphs, self.warmed_up = kernels.compiled_graphs(), True
         return line
 
     # ---- the run
@@ -218,6 +218,11 @@ class Trainer:
     def _between_steps(self) -> None:
         """Evaluate, save and stop where due. All ranks decide alike: what they decide by was summed over them."""
         number, last = self.next_step, self.next_step == self.order.total_steps
+        if self.warmed_up and (more := kernels.compiled_graphs() - self.num_graphs):
+            self.num_graphs += more
+            self.progress.say(
+                f"warning: rank {self.ranks.rank}: {more} graphs were not compiled before step {number} and are now: {kernels.recompiles()}"
+            )
         if number % self.train.evaluate_every == 0 or last:
             self.settle()
             self.evaluate()

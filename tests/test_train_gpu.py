@@ -1,0 +1,102 @@
+"""Training on GPUs: compiled block-sparse attention in bf16, and two ranks over NCCL."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training_runs as runs
+from conftest import make_tiny_target
+
+pytestmark = pytest.mark.gpu
+
+TRAIN = {
+    "gpus": [0],
+    "dtype": "bfloat16",
+    "epochs": 4,
+    "anchors": 64,
+    "slots_per_batch": 1024,
+    "micro_batches_per_step": 3,
+    "checkpoint_every": 4,
+    "lr": 1e-3,
+    "noise": 0.01,
+    "log_every": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) -> Path:
+    """A target wide enough for GPU kernels: hidden 512, heads of 64."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.05}
+    return make_tiny_target(tmp_path_factory.mktemp("gpu-target") / "model", tiny_tokenizer_dir, **sizes)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, model: Path, conversations: list[dict[str, Any]]) -> Path:
+    return runs.make_inputs(tmp_path_factory.mktemp("inputs"), model=model, conversations=conversations)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory, inputs: Path, model: Path) -> Path:
+    """The same run in float32 on the CPU, noise left out (its numbers depend on the kind of device)."""
+    train = TRAIN | {"gpus": "cpu", "dtype": "float32", "noise": 0.0}
+    run_file = runs.make_run(tmp_path_factory.mktemp("cpu"), inputs, model=model, train=train)
+    with runs.RankProcesses(run_file) as rank:
+        ((status, out, err),) = rank.output(300)
+    assert status == 0, (out, err)
+    return run_file
+
+
+@pytest.mark.parametrize("attention", ["auto", "flex", "triton", "eager"])
+def test_losses_follow_those_of_the_cpu(on_cpu: Path, tmp_path: Path, inputs: Path, model: Path, attention: str) -> None:
+    run_file = runs.make_run(tmp_path, inputs, model=model, train=TRAIN | {"attention": attention, "noise": 0.0})
+    with runs.RankProcesses(run_file) as rank:
+        ((status, out, err),) = rank.output(300)
+    assert status == 0 and "not compiled before" not in out, (out, err)
+    here, there = runs.losses(run_file), runs.losses(on_cpu)
+    assert len(here) == len(there)
+    # initial weights are drawn on the device, so they differ from the CPU's: the curves are alike, not equal
+    assert here[0][1] == pytest.approx(there[0][1], rel=0.05)
+    assert sum(loss for _, loss, _ in here[-4:]) == pytest.approx(sum(loss for _, loss, _ in there[-4:]), rel=0.1)
+    if attention != "eager":
+        assert "kernels for" in out, out
+
+
+def test_killed_and_resumed_goes_on(tmp_path: Path, inputs: Path, model: Path) -> None:
+    whole = runs.make_run(tmp_path / "whole", inputs, model=model, train=TRAIN)
+    broken = runs.make_run(tmp_path / "broken", inputs, model=model, train=TRAIN)
+    with runs.RankProcesses(whole) as rank:
+        assert rank.output(300)[0][0] == 0
+    with runs.RankProcesses(broken) as rank:
+        rank.wait_for_step(6, timeout_s=200)
+        rank.signal(signal.SIGKILL)
+        rank.output()
+    with runs.RankProcesses(broken) as rank:
+        ((status, out, err),) = rank.output(300)
+    assert status == 0 and "resuming at step" in out and "loaded kernels" in out, (out, err)
+    for (step, loss, _), (other_step, other, _) in zip(runs.losses(whole), runs.losses(broken), strict=True):
+        assert step == other_step and loss == pytest.approx(other, rel=5e-3)
+
+
+def test_sigterm_stops_after_the_step(tmp_path: Path, inputs: Path, model: Path) -> None:
+    run_file = runs.make_run(tmp_path, inputs, model=model, train=TRAIN | {"epochs": 500, "checkpoint_every": 100000})
+    with runs.RankProcesses(run_file) as rank:
+        rank.wait_for_step(6, timeout_s=200)
+        rank.signal(signal.SIGTERM)
+        ((status, out, err),) = rank.output(60)
+    assert status == 143 and "stopped at step" in out, (out, err)
+
+
+def test_two_ranks_over_nccl_follow_one(on_cpu: Path, tmp_path: Path, inputs: Path, model: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    one = runs.make_run(tmp_path / "one", inputs, model=model, train=TRAIN)
+    two = runs.make_run(tmp_path / "two", inputs, model=model, train=TRAIN | {"gpus": [0, 1]})
+    with runs.RankProcesses(one) as rank:
+        assert rank.output(300)[0][0] == 0
+    with runs.RankProcesses(two, two) as ranks:
+        finished = ranks.output(300)
+    assert [status for status, _, _ in finished] == [0, 0], finished
+    for (step, loss, _), (other_step, other, _) in zip(runs.losses(one), runs.losses(two), strict=True):
+        assert step == other_step and loss == pytest.approx(other, rel=5e-3)
