@@ -309,7 +309,13 @@ class Drafter(nn.Module):
                 parameter.normal_(0.0, self.shape.initializer_range, generator=generator)
 
     def compile_layers(self) -> None:
-        """Compile each layer on its own: one compilation serves all alike layers, in a tenth of a whole graph's time."""
+        """Compile each layer on its own: one compilation serves all alike layers, in a fraction of a whole graph's time.
+
+        First, inner and last layers differ (see the module's docstring), so a shape of micro-batch costs three
+        compilations at the most. PyTorch gives up after 8 of one function; the limit is raised to hold every bucket's.
+        """
+        assert self.attention.compiled, f"attention {self.attention.name} is not made to be compiled"
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
         for layer in self.layers:
             layer.compile(dynamic=False, fullgraph=True)
 

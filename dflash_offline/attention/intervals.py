@@ -7,7 +7,7 @@ of context keys.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ class Tiles:
     forward_rows: int = 128
     forward_keys: int = 128
     forward_warps: int = 8
-    forward_stages: int = 3
+    forward_stages: int = 2
     query_rows: int = 128
     query_keys: int = 64
     query_warps: int = 8
@@ -101,6 +101,86 @@ def own_keys(rows: int, rows_of_block: int, block_size: int) -> int:
     return max(16, 1 << (blocks * block_size - 1).bit_length())
 
 
+def _sizes(query: Tensor, keys: Tensor, block_size: int) -> dict[str, int]:
+    """The constants every kernel is compiled for."""
+    heads, width = query.shape[1:]
+    return {"A": heads, "P": heads // keys.shape[1], "B": block_size, "D": width, "DP": max(16, 1 << (width - 1).bit_length())}
+
+
+def launch_forward(states: Sequence[Tensor], plan: IntervalPlan, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """states: query, context key and value, block key and value -> out [S, A, D], normaliser [G, S * A / G]."""
+    from dflash_offline.attention.interval_kernels import forward_kernel
+
+    query, keys = states[0], states[1]
+    sizes, groups = _sizes(query, keys, plan.block_size), keys.shape[1]
+    rows = query.shape[0] * sizes["P"]
+    out, normaliser = torch.empty_like(query), query.new_empty(groups, rows, dtype=torch.float32)
+    forward_kernel[(-(-rows // tiles.forward_rows), groups)](
+        *states, out, normaliser, plan.start, plan.end, rows, keys.shape[0], query.shape[2] ** -0.5,
+        **sizes, M=tiles.forward_rows, K=tiles.forward_keys, WINDOW=plan.window,
+        OWN_KEYS=own_keys(tiles.forward_rows, plan.block_size * sizes["P"], plan.block_size),
+        num_warps=tiles.forward_warps, num_stages=tiles.forward_stages,
+    )  # fmt: skip
+    return out, normaliser
+
+
+def launch_query_gradient(
+    states: Sequence[Tensor], out: Tensor, gradient: Tensor, normaliser: Tensor, plan: IntervalPlan, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    """-> gradient of the query [S, A, D], delta [G, S * A / G]."""
+    from dflash_offline.attention.interval_kernels import query_gradient_kernel
+
+    query, keys = states[0], states[1]
+    sizes, groups = _sizes(query, keys, plan.block_size), keys.shape[1]
+    rows = query.shape[0] * sizes["P"]
+    by_query, delta = torch.empty_like(query), torch.empty_like(normaliser)
+    query_gradient_kernel[(-(-rows // tiles.query_rows), groups)](
+        *states, out, gradient, normaliser, delta, by_query, plan.start, plan.end, rows, keys.shape[0], query.shape[2] ** -0.5,
+        **sizes, M=tiles.query_rows, K=tiles.query_keys, WINDOW=plan.window,
+        OWN_KEYS=own_keys(tiles.query_rows, plan.block_size * sizes["P"], plan.block_size),
+        num_warps=tiles.query_warps, num_stages=tiles.query_stages,
+    )  # fmt: skip
+    return by_query, delta
+
+
+def launch_context_gradient(
+    states: Sequence[Tensor], gradient: Tensor, normaliser: Tensor, delta: Tensor, plan: IntervalPlan, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    """-> gradients of context keys and values [C, G, D]."""
+    from dflash_offline.attention.interval_kernels import context_gradient_kernel
+
+    query, key, value = states[:3]
+    sizes, (count, groups) = _sizes(query, key, plan.block_size), key.shape[:2]
+    dtype = key.dtype if tiles.key_splits == 1 else torch.float32
+    by_key, by_value = (key.new_empty(tiles.key_splits, *key.shape, dtype=dtype) for _ in range(2))
+    context_gradient_kernel[(-(-count // tiles.key_keys), groups, tiles.key_splits)](
+        query, key, value, gradient, normaliser, delta, by_key, by_value, plan.start, plan.end, plan.ranges,
+        query.shape[0] * sizes["P"], count, query.shape[2] ** -0.5,
+        **sizes, M=tiles.key_rows, K=tiles.key_keys, WINDOW=plan.window, SPLITS=tiles.key_splits,
+        num_warps=tiles.key_warps, num_stages=tiles.key_stages,
+    )  # fmt: skip
+    if tiles.key_splits == 1:
+        return by_key[0], by_value[0]
+    return by_key.sum(0).to(key.dtype), by_value.sum(0).to(key.dtype)
+
+
+def launch_block_gradient(
+    states: Sequence[Tensor], gradient: Tensor, normaliser: Tensor, delta: Tensor, plan: IntervalPlan
+) -> tuple[Tensor, Tensor]:
+    """-> gradients of block keys and values [S, G, D]."""
+    from dflash_offline.attention.interval_kernels import block_gradient_kernel
+
+    query, _, _, key, value = states
+    sizes, groups, size = _sizes(query, key, plan.block_size), key.shape[1], plan.block_size
+    by_key, by_value = torch.empty_like(key), torch.empty_like(value)
+    blocks = max(1, 64 // size)
+    block_gradient_kernel[(-(-query.shape[0] // (blocks * size)), groups)](
+        query, key, value, gradient, normaliser, delta, by_key, by_value, query.shape[0] * sizes["P"], query.shape[2] ** -0.5,
+        **sizes, M=64, K=max(16, 1 << (blocks * size - 1).bit_length()), BLOCKS=blocks, WINDOW=plan.window, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return by_key, by_value
+
+
 @functools.cache
 def operators() -> Callable[..., Any]:
     """Register the operators with PyTorch and return the differentiable one.
@@ -109,30 +189,17 @@ def operators() -> Callable[..., Any]:
         TrainError: this PyTorch came without Triton.
     """
     try:
-        import triton
+        import triton  # noqa: F401
     except ImportError:
         raise TrainError('attention = "triton" needs the triton package, which comes with PyTorch for NVIDIA GPUs; use "flex"') from None
-    from dflash_offline.attention import interval_kernels as kernels
-
-    def sizes(query: Tensor, context_key: Tensor, block_size: int) -> dict[str, int]:
-        heads, width = query.shape[1:]
-        return {"A": heads, "P": heads // context_key.shape[1], "B": block_size, "D": width, "DP": max(16, triton.next_power_of_2(width))}
 
     @torch.library.custom_op("dflash_offline::block_attention", mutates_args=())
     def attention(
         query: Tensor, context_key: Tensor, context_value: Tensor, block_key: Tensor, block_value: Tensor,
         start: Tensor, end: Tensor, ranges: Tensor, block_size: int, window: int, tiles: list[int],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        of, shape = Tiles(*tiles), sizes(query, context_key, block_size)
-        rows = query.shape[0] * shape["P"]
-        out, normaliser = torch.empty_like(query), query.new_empty(context_key.shape[1], rows, dtype=torch.float32)
-        kernels.forward_kernel[(triton.cdiv(rows, of.forward_rows), context_key.shape[1])](
-            query, context_key, context_value, block_key, block_value, out, normaliser, start, end,
-            rows, context_key.shape[0], query.shape[2] ** -0.5, **shape, M=of.forward_rows, K=of.forward_keys, WINDOW=window,
-            OWN_KEYS=own_keys(of.forward_rows, block_size * shape["P"], block_size),
-            num_warps=of.forward_warps, num_stages=of.forward_stages,
-        )  # fmt: skip
-        return out, normaliser
+        states = (query, context_key, context_value, block_key, block_value)
+        return launch_forward(states, IntervalPlan(start, end, ranges, block_size, window), Tiles(*tiles))
 
     @attention.register_fake
     def _(query, context_key, *_):
@@ -144,32 +211,11 @@ def operators() -> Callable[..., Any]:
         gradient: Tensor, query: Tensor, context_key: Tensor, context_value: Tensor, block_key: Tensor, block_value: Tensor,
         out: Tensor, normaliser: Tensor, start: Tensor, end: Tensor, ranges: Tensor, block_size: int, window: int, tiles: list[int],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        of, shape = Tiles(*tiles), sizes(query, context_key, block_size)
-        num_context, num_keys = context_key.shape[:2]
-        rows, scale = query.shape[0] * shape["P"], query.shape[2] ** -0.5
-        gradient = gradient.contiguous()
-        by_query, delta = torch.empty_like(query), torch.empty_like(normaliser)
-        kernels.query_gradient_kernel[(triton.cdiv(rows, of.query_rows), num_keys)](
-            query, context_key, context_value, block_key, block_value, out, gradient, normaliser, delta, by_query, start, end,
-            rows, num_context, scale, **shape, M=of.query_rows, K=of.query_keys, WINDOW=window,
-            OWN_KEYS=own_keys(of.query_rows, block_size * shape["P"], block_size),
-            num_warps=of.query_warps, num_stages=of.query_stages,
-        )  # fmt: skip
-        dtype = context_key.dtype if of.key_splits == 1 else torch.float32
-        by_key, by_value = (context_key.new_empty(of.key_splits, *context_key.shape, dtype=dtype) for _ in range(2))
-        kernels.context_gradient_kernel[(triton.cdiv(num_context, of.key_keys), num_keys, of.key_splits)](
-            query, context_key, context_value, gradient, normaliser, delta, by_key, by_value, start, end, ranges,
-            rows, num_context, scale, **shape, M=of.key_rows, K=of.key_keys, WINDOW=window, SPLITS=of.key_splits,
-            num_warps=of.key_warps, num_stages=of.key_stages,
-        )  # fmt: skip
-        by_block_key, by_block_value = torch.empty_like(block_key), torch.empty_like(block_value)
-        blocks, keys = max(1, 64 // block_size), max(16, triton.next_power_of_2(max(1, 64 // block_size) * block_size))
-        kernels.block_gradient_kernel[(triton.cdiv(query.shape[0], blocks * block_size), num_keys)](
-            query, block_key, block_value, gradient, normaliser, delta, by_block_key, by_block_value,
-            rows, scale, **shape, M=64, K=keys, BLOCKS=blocks, WINDOW=window, num_warps=4, num_stages=2,
-        )  # fmt: skip
-        by_key, by_value = (parts[0] if of.key_splits == 1 else parts.sum(0).to(context_key.dtype) for parts in (by_key, by_value))
-        return by_query, by_key, by_value, by_block_key, by_block_value
+        states, of = (query, context_key, context_value, block_key, block_value), Tiles(*tiles)
+        plan, gradient = IntervalPlan(start, end, ranges, block_size, window), gradient.contiguous()
+        by_query, delta = launch_query_gradient(states, out, gradient, normaliser, plan, of)
+        by_context = launch_context_gradient(states, gradient, normaliser, delta, plan, of)
+        return by_query, *by_context, *launch_block_gradient(states, gradient, normaliser, delta, plan)
 
     @backward.register_fake
     def _(gradient, query, context_key, context_value, block_key, block_value, *_):

@@ -1,0 +1,286 @@
+"""Speed of one drafter training step on one GPU, beside SpecForge and speculators, on identical tensors.
+
+    python benchmarks/train_step.py --peers PEERS          # one H200; PEERS: folder with specforge (and speculators)
+    python benchmarks/train_step.py --device cpu --tiny    # the same code on a tiny shape, to see that it runs
+
+Forward and backward pass, no optimiser, bf16. Writes benchmarks/results/train_h200.json: ``cases`` (ms a step, context
+tokens/s, TFLOP/s by the count of :func:`step_flops`, peak memory, seconds to the first step), ``ratio_vs_specforge``
+and ``fraction_of_matmul`` of the main case, and the same step's first run in fresh processes with a cold and a warm
+compile cache. A peer that does not run here is listed under ``failed`` with the reason. The package never imports one.
+
+Peers: ``pip install --no-deps --target PEERS specforge==0.2.0 speculators==0.9.0`` and what they need.
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_offline.attention import make_attention
+from dflash_offline.attention.flex import FlexAttention
+from dflash_offline.drafter import Drafter
+from dflash_offline.objective import FrozenHead, Objective, block_loss
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import dflash_peers  # noqa: E402
+from train_work import TINY, WORKS, Tensors, Work, make_batches, make_tensors, step_flops  # noqa: E402
+
+Step = Callable[[int], Any]
+RESULT = Path(__file__).resolve().parent / "results" / "train_h200.json"
+HOPPER_FLEX = {"BLOCK_M1": 32, "BLOCK_N1": 128, "BLOCK_M2": 128, "BLOCK_N2": 32}
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One way to run this project's step."""
+
+    name: str
+    attention: str = "triton"
+    head_precision: str = "bf16"
+    chunk_bytes: int | None = None
+    flex_options: dict[str, int] | None = None
+
+
+def variations(work: Work, device: str) -> list[Ours]:
+    """The ways to time; the first is the one that counts."""
+    if device == "cpu":
+        return [Ours("sdpa", attention="sdpa")]
+    if work.name != "qwen3-8b":
+        return [Ours("triton"), Ours("triton, fp8 head", head_precision="fp8")]
+    return [
+        Ours("triton"),
+        Ours("triton, fp8 head", head_precision="fp8"),
+        Ours("triton, logits 1.3 GB", chunk_bytes=1300 << 20),
+        Ours("triton, logits 320 MB", chunk_bytes=320 << 20),
+        Ours("flex", attention="flex"),
+        Ours("flex, tuned tiles", attention="flex", flex_options=HOPPER_FLEX),
+    ]
+
+
+def our_step(work: Work, tensors: Tensors, ours: Ours, *, compiled: bool) -> Step:
+    """``step(i)`` runs a forward and a backward pass on the i-th micro-batch."""
+    device, dtype = tensors.hidden.device, tensors.hidden.dtype
+    attention = make_attention(ours.attention) if ours.flex_options is None else FlexAttention(ours.flex_options)
+    with torch.device(device):
+        drafter = Drafter(work.shape, attention=attention).to(dtype)
+    if compiled:
+        drafter.compile_layers()
+    head, objective = FrozenHead(tensors.head, precision=ours.head_precision), Objective()
+    batches = make_batches(work, tensors, 4)
+    mask_row = tensors.embedding[work.shape.mask_token_id]
+
+    def step(index: int) -> Tensor:
+        drafter.zero_grad(set_to_none=True)
+        batch = batches[index % len(batches)]
+        blocks = batch.blocks.to(device)
+        labels, supervised = batch.labels.to(device), batch.supervised.to(device)
+        anchors = tensors.embedding[tensors.input_ids[blocks.context_end]]
+        hidden = drafter(tensors.hidden, anchors, blocks, mask_embedding=mask_row, trained_slots_only=True)
+        out = block_loss(hidden, head, labels, supervised, objective=objective, num_live=blocks.num_live, chunk_bytes=ours.chunk_bytes)
+        (out.loss_sum / out.weight_sum).backward()
+        return out.loss_sum.detach() / out.weight_sum
+
+    return step
+
+
+def seconds_of(step: Step, device: str, *, repeats: int) -> list[float]:
+    """Seconds of each of ``repeats`` steps."""
+    found = []
+    for index in range(repeats):
+        if device == "cpu":
+            begin = time.perf_counter()
+            step(index)
+            found.append(time.perf_counter() - begin)
+            continue
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step(index)
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return found
+
+
+@contextlib.contextmanager
+def released(device: str) -> Iterator[None]:
+    """Run with empty caches, and leave none."""
+    for _ in range(2):
+        gc.collect()
+        torch._dynamo.reset()
+        if device != "cpu":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    yield
+    gc.collect()
+
+
+def measure(name: str, work: Work, device: str, make: Callable[[], Step], *, repeats: int) -> dict[str, Any]:
+    """One case of the result."""
+    with released(device):
+        begin = time.perf_counter()
+        step = make()
+        first_loss = float(step(0))
+        first_step_s = time.perf_counter() - begin
+        seconds_of(step, device, repeats=4)
+        seconds = statistics.median(seconds_of(step, device, repeats=repeats))
+        peak = 0 if device == "cpu" else torch.cuda.max_memory_allocated()
+    case = {
+        "name": name, "work": work.name, "ms": round(seconds * 1e3, 2), "ctx_tokens_per_s": round(sum(work.lengths) / seconds),
+        "tflops": round(step_flops(work) / seconds / 1e12, 1), "peak_gib": round(peak / 2**30, 2), "first_step_s": round(first_step_s, 1),
+        "first_loss": round(first_loss, 4),
+    }  # fmt: skip
+    print("CASE", json.dumps(case), flush=True)
+    return case
+
+
+def warm_up_compiler(device: str) -> float:
+    """Seconds of a tiny unrelated compilation: the first one on a fresh machine can take minutes by itself."""
+    begin = time.perf_counter()
+    if device != "cpu":
+        torch.compile(lambda x: (x.sin() + 1).sum())(torch.ones(64, device=device, requires_grad=True)).backward()
+    return time.perf_counter() - begin
+
+
+def matmul_tflops(device: str, dtype: torch.dtype) -> float:
+    size = 8192 if device != "cpu" else 256
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds_of(lambda _: a @ b, device, repeats=3)
+    return 2 * size**3 / statistics.median(seconds_of(lambda _: a @ b, device, repeats=20)) / 1e12
+
+
+def first_steps(arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds to the first step of the main case in fresh processes: cold compile cache, then warm."""
+    found = {}
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
+        for name in ("cold", "warm"):
+            command = [sys.executable, __file__, "--device", arguments.device, "--first-step-only", *(["--tiny"] if arguments.tiny else [])]
+            begin = time.perf_counter()
+            ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+            if ran.returncode:
+                print(f"first step, {name} cache: failed: {ran.stderr[-500:]}", flush=True)
+                continue
+            found[f"{name}_cache_s"] = float(ran.stdout.split("FIRST_STEP_S")[1].split()[0])
+            found[f"{name}_process_s"] = round(time.perf_counter() - begin, 1)
+    return found
+
+
+def profile(step: Step, file: Path) -> None:
+    """Write the kernels of one step, by time."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    with profiler(activities=[ProfilerActivity.CUDA]) as seen:
+        step(0)
+        torch.cuda.synchronize()
+    table = seen.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=100)
+    file.write_text(table)
+    print("\n".join(line[:101] + line[-60:] for line in table.splitlines()[:26]), flush=True)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape")
+    parser.add_argument("--peers", type=Path, help="folder with the peers' packages")
+    parser.add_argument("--works", help="comma-separated names; all when left out")
+    parser.add_argument("--only", help="run only variations whose name contains this")
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--skip-first-steps", action="store_true", help="leave out the fresh processes")
+    parser.add_argument("--profile", type=Path, help="file for the kernel table of the main case")
+    parser.add_argument("--first-step-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse(argv)
+    device, dtype = arguments.device, torch.float32 if arguments.device == "cpu" else torch.bfloat16
+    works = [TINY] if arguments.tiny else [work for work in WORKS if arguments.works is None or work.name in arguments.works.split(",")]
+    if device == "cpu":
+        torch.set_num_threads(1)  # two threads on shared cores run several times slower than one
+    if arguments.first_step_only:
+        warm_up_compiler(device)
+        begin = time.perf_counter()
+        float(our_step(works[0], make_tensors(works[0], device, dtype), variations(works[0], device)[0], compiled=device != "cpu")(0))
+        print("FIRST_STEP_S", round(time.perf_counter() - begin, 1))
+        return
+    result: dict[str, Any] = {
+        "device": device if device == "cpu" else torch.cuda.get_device_name(), "torch": torch.__version__,
+        "tiny_compile_s": round(warm_up_compiler(device), 1), "matmul_tflops": round(matmul_tflops(device, dtype), 3),
+        "cases": [], "failed": {},
+    }  # fmt: skip
+    print({name: value for name, value in result.items() if name not in ("cases", "failed")}, flush=True)
+    for work in works:
+        run_work(work, arguments, dtype, result)
+    summarise(result, works[0])
+    if not arguments.skip_first_steps:
+        result["first_step"] = first_steps(arguments)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print_table(result)
+
+
+def run_work(work: Work, arguments: argparse.Namespace, dtype: torch.dtype, result: dict[str, Any]) -> None:
+    """Time every implementation on one piece of work; adds to ``result``."""
+    device, tensors = arguments.device, make_tensors(work, arguments.device, dtype)
+    runs: dict[str, Callable[[], Step]] = {}
+    for ours in variations(work, device):
+        runs[ours.name] = functools.partial(our_step, work, tensors, ours, compiled=device != "cpu")
+    for name, make in dflash_peers.PEERS.items() if arguments.peers else ():
+        runs[name] = functools.partial(make, arguments.peers, work, tensors)
+    for name, make in runs.items():
+        if arguments.only and arguments.only not in name:
+            continue
+        try:
+            result["cases"].append(measure(name, work, device, make, repeats=arguments.repeats))
+            if arguments.profile and len(result["cases"]) == 1:
+                with released(device):
+                    step = make()
+                    seconds_of(step, device, repeats=3)
+                    profile(step, arguments.profile)
+        except Exception as error:  # a peer, or a variation, that does not run here is a result too
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            result["failed"][f"{work.name}: {name}"] = reason
+            print("FAILED", work.name, name, reason, flush=True)
+
+
+def summarise(result: dict[str, Any], work: Work) -> None:
+    """Ratios of the main case: this project's first variation against SpecForge, and the matrix rate."""
+    cases = {case["name"]: case for case in result["cases"] if case["work"] == work.name}
+    main_case = result["cases"][0] if result["cases"] else None
+    result["floor_ms"] = round(step_flops(work) / result["matmul_tflops"] / 1e9, 1)
+    if main_case:
+        result["fraction_of_matmul"] = round(main_case["tflops"] / result["matmul_tflops"], 3)
+    if main_case and (theirs := cases.get("specforge-0.2.0")):
+        result["ratio_vs_specforge"] = round(theirs["ms"] / main_case["ms"], 3)
+
+
+def print_table(result: dict[str, Any]) -> None:
+    for case in result["cases"]:
+        print(
+            f"{case['work']:16} {case['name']:24} {case['ms']:9.1f} ms {case['ctx_tokens_per_s'] / 1e3:8.1f} Kctx/s"
+            f" {case['tflops']:7.1f} TFLOP/s {case['peak_gib']:6.1f} GiB  first {case['first_step_s']:6.1f} s  loss {case['first_loss']}"
+        )
+    for name, reason in result["failed"].items():
+        print("failed:", name, reason[:200])
+    kept = ("device", "torch", "matmul_tflops", "floor_ms", "fraction_of_matmul", "ratio_vs_specforge", "tiny_compile_s", "first_step")
+    print({name: result[name] for name in kept if name in result})
+
+
+if __name__ == "__main__":
+    main()
