@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from dflash_offline.errors import TargetError
 from dflash_offline.target import Target, facts, load_embedding_and_head, load_target
@@ -200,3 +201,55 @@ def test_family_without_sdpa_is_told_to_use_eager(tmp_path: Path) -> None:
     save_model(tmp_path, "gemma2")
     with pytest.raises(TargetError, match='attention = "eager"'):
         load_target(tmp_path, dtype=torch.float32, device="cpu", attention="sdpa", layer_ids=[0])
+
+
+def test_fp8_blocks_are_dequantised_as_transformers_does(tmp_path: Path) -> None:
+    """An fp8 checkpoint (blocks of 16 x 16 with a scale each) gives the states of the model it stands for."""
+    model = save_model(tmp_path, "qwen3")
+    path, block = tmp_path / "model.safetensors", 16
+    stored = load_file(path)
+    for name, weight in list(stored.items()):
+        if "layers" in name and "proj" in name:
+            tiles = weight.view(weight.shape[0] // block, block, weight.shape[1] // block, block)
+            scale = tiles.abs().amax((1, 3)) / 448
+            codes = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+            stored[name], stored[f"{name}_scale_inv"] = codes.view(weight.shape), scale
+            model.get_parameter(name).data.copy_((codes.float() * scale[:, None, :, None]).view(weight.shape))
+    path.unlink()
+    save_file(stored, path, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rows = token_rows()[:1]
+    with torch.inference_mode():
+        plain = model(input_ids=rows, output_hidden_states=True, use_cache=False).hidden_states
+    got = load(tmp_path, layer_ids=TAPS).capture(rows)
+    for k, layer_id in enumerate(TAPS):
+        torch.testing.assert_close(got[:, :, k], plain[layer_id + 1], rtol=1e-4, atol=1e-4)
+
+
+def test_code_that_comes_with_a_model_runs_on_request_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_model(tmp_path, "llama")
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(
+        f"from pathlib import Path\nPath({str(ran)!r}).touch()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaModel):\n    config_class = OwnConfig\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["model_type"] = "own"
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises(TargetError, match="trust_remote_code = true"):
+        load(tmp_path, layer_ids=TAPS)
+    assert not ran.exists()
+    rows = token_rows()[:1]
+    with torch.inference_mode():
+        plain = model(input_ids=rows, output_hidden_states=True, use_cache=False).hidden_states
+    got = load(tmp_path, layer_ids=TAPS, trust_remote_code=True).capture(rows)
+    torch.testing.assert_close(got[:, :, 1], plain[TAPS[1] + 1])
+    whole = load(tmp_path, layer_ids=TAPS, trust_remote_code=True, keep_head=True)
+    torch.testing.assert_close(whole.model(input_ids=rows).logits, model(input_ids=rows).logits)
