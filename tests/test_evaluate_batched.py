@@ -1,15 +1,26 @@
 """Many prompts at once must give what each gives alone: same tokens, same accepted runs."""
 
+from collections import deque
 from pathlib import Path
 
+import pytest
 import torch
-from test_evaluate import greedy_text, make_decoder, overfitted, prompt_ids, stored_row, with_noise
+from tiny_drafters import make_decoder, overfit, own_text, prompt_ids, tensors_of, tiny_shape, with_noise
 
 from dflash_offline.drafter import Drafter
+from dflash_offline.evaluate import load_decoder
 from dflash_offline.evaluate.batched import BatchedDecoder, supports
 from dflash_offline.evaluate.comparison import compare
 
-__all__ = ["greedy_text", "overfitted", "stored_row"]  # fixtures of test_evaluate
+
+@pytest.fixture(scope="module")
+def greedy_text(tiny_target: Path) -> tuple[list[int], list[int]]:
+    return own_text(tiny_target)
+
+
+@pytest.fixture(scope="module")
+def overfitted(tiny_target: Path) -> Drafter:
+    return overfit(tiny_target)
 
 
 def test_prompts_of_every_length_decode_together_as_they_do_alone(
@@ -47,3 +58,41 @@ def test_only_full_attention_is_supported(tiny_target: Path, overfitted: Drafter
     assert supports(model)
     model.config.sliding_window = 16
     assert not supports(model)
+
+
+def test_slots_are_refilled_and_buffers_grow(tiny_target: Path, greedy_text: tuple[list[int], list[int]], overfitted: Drafter) -> None:
+    """Three slots, nine prompts of 3 to 250 tokens, one of them added while others run; sliding drafter layers."""
+    prompt, text = greedy_text
+    noisy = with_noise(overfitted)
+    sliding = Drafter(tiny_shape(layer_windows=(None, 7)))
+    sliding.load_state_dict(noisy.state_dict())
+    for drafter in (noisy, sliding):
+        decoder = make_decoder(tiny_target, drafter)
+        prompts = [prompt_ids(seed, 3 + 30 * seed) for seed in range(8)] + [prompt + text[:30]]
+        alone = [decoder.generate(ids, max_new_tokens=20 + len(ids) % 3) for ids in prompts]
+        queue, found = deque(enumerate(prompts[:-1])), {}
+        for name, response in BatchedDecoder(decoder, 3).run(queue, max_new_tokens=22):
+            if not found:
+                queue.append((8, prompts[8]))
+            found[name] = response
+        assert len(found) == 9
+        for name, one in enumerate(alone):
+            cut = found[name].first(20 + len(prompts[name]) % 3)
+            assert (cut.tokens, cut.accepted) == (one.tokens, one.accepted), name
+        assert drafter is sliding or max(found[8].accepted) > 0
+
+
+@pytest.mark.gpu
+def test_recorded_steps_on_a_gpu_give_the_same(tiny_target: Path, greedy_text: tuple[list[int], list[int]], overfitted: Drafter) -> None:
+    shape = overfitted.shape
+    decoder = load_decoder(tiny_target, shape, tensors_of(with_noise(overfitted)), device="cuda", dtype=torch.float32)
+    prompt, text = greedy_text
+    prompts = [prompt, prompt + text[:11], prompt_ids(2, 33), prompt + text[:60], prompt_ids(4, 140)]
+    said: list[str] = []
+    together = BatchedDecoder(decoder, 2, say=said.append)
+    loop, plain = together.generate(prompts, max_new_tokens=40), together.generate_plain(prompts, max_new_tokens=40)
+    assert not said, "every step must have been recorded"
+    for ids, ours, reference in zip(prompts, loop, plain, strict=True):
+        assert compare(ours, reference, dtype=torch.float32).outcome != "different"
+        assert compare(decoder.generate(ids, max_new_tokens=40), reference, dtype=torch.float32).outcome != "different"
+    assert max(max(response.accepted) for response in loop) >= 2

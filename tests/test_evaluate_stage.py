@@ -13,7 +13,7 @@ import torch
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.errors import EvaluateError, ExportError
-from dflash_offline.evaluate import Decoder
+from dflash_offline.evaluate import Loop
 from dflash_offline.evaluate import __main__ as evaluate_main
 from dflash_offline.evaluate.stage import heldout_rows, precision
 from dflash_offline.export import __main__ as export_main
@@ -128,14 +128,15 @@ def test_an_output_that_is_not_the_targets_own_fails_the_stage(
     config = RunConfig.load(run_path)
     changed = run_path.with_name("other.toml")
     changed.write_text(run_path.read_text().replace("max_new_tokens = 8", "max_new_tokens = 9"), encoding="utf-8")
-    original = Decoder.generate
+    original = Loop.run
 
-    def careless(self: Decoder, *args: Any, **options: Any) -> Any:
-        response = original(self, *args, **options)
-        response.tokens[3] = (response.tokens[3] + 100) % 500
-        return response
+    def careless(self: Loop, *args: Any, plain: bool, **options: Any) -> Any:
+        for name, response in original(self, *args, plain=plain, **options):
+            if not plain:
+                response.tokens[3] = (response.tokens[3] + 100) % 500
+            yield name, response
 
-    monkeypatch.setattr(Decoder, "generate", careless)
+    monkeypatch.setattr(Loop, "run", careless)
     with pytest.raises(SystemExit) as left:
         evaluate_main.main(["--config", str(changed)])
     out = capfd.readouterr()

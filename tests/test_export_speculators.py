@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_evaluate import tensors_of, tiny_shape
+from tiny_drafters import tensors_of, tiny_shape
 
 from dflash_offline.attention import BlockLayout
 from dflash_offline.drafter import Drafter

@@ -57,6 +57,17 @@ class Response:
     def steps(self) -> int:
         return len(self.accepted)
 
+    def first(self, num_tokens: int) -> "Response":
+        """What the response would be had it been limited to ``num_tokens``; without times."""
+        kept, emitted = [], 1
+        for accepted in self.accepted:
+            if emitted >= num_tokens:
+                break
+            kept.append(accepted)
+            emitted += accepted + 1
+        tokens = self.tokens[:num_tokens]
+        return Response(tokens=tokens, accepted=kept, step_tokens=len(tokens) - 1, best=self.best[:num_tokens])
+
 
 class Decoder:
     """A target and its drafter, ready to generate.

@@ -1,11 +1,13 @@
 """Hold the conversations of every data set with the loop, and with the target alone, and sum up."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from dflash_offline.errors import EvaluateError
+from dflash_offline.evaluate.batched import BatchedDecoder, Work, supports
 from dflash_offline.evaluate.comparison import Comparison, compare
 from dflash_offline.evaluate.decoder import Decoder, Response
 from dflash_offline.evaluate.prompts import Prompt, encode
@@ -14,41 +16,96 @@ from dflash_offline.evaluate.summary import summarise
 Say = Callable[[str], None]
 
 
+class Loop:
+    """Answers a queue of prompts: several at once where the target allows it, else one after the other.
+
+    Args:
+        batch: prompts at once.
+    """
+
+    def __init__(self, decoder: Decoder, *, batch: int, say: Say = print) -> None:
+        self.decoder = decoder
+        if batch > 1 and not supports(decoder.target.model):
+            say("This target's prompts are decoded one at a time: not all its layers are full attention that takes a mask")
+            batch = 1
+        self.batch = batch
+        self._batched = BatchedDecoder(decoder, batch, say=say) if batch > 1 else None
+
+    def run(self, queue: deque[Work], *, max_new_tokens: int, plain: bool) -> Iterator[tuple[Any, Response]]:
+        """Each response as it ends, with the name of its prompt; ``plain``: by the target alone. The queue may grow meanwhile."""
+        if self._batched is not None:
+            run = self._batched.run_plain if plain else self._batched.run
+            yield from run(queue, max_new_tokens=max_new_tokens)
+            return
+        generate = self.decoder.generate_plain if plain else self.decoder.generate
+        while queue:
+            name, ids = queue.popleft()
+            yield name, generate(ids, max_new_tokens=max_new_tokens)
+
+
+class _Conversation:
+    """A prompt being held: history so far, answers, and the token ids each turn was asked with."""
+
+    def __init__(self, prompt: Prompt, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
+        self.prompt, self.tokenizer, self.kwargs = prompt, tokenizer, chat_template_kwargs
+        self.ends, self.given = list(prompt.turns()), 0
+        self.history: list[dict[str, Any]] = []
+        self.asked: list[list[int]] = []
+        self.responses: list[Response] = []
+
+    def ask(self) -> list[int] | None:
+        """Token ids of the next turn; None after the last."""
+        if len(self.asked) == len(self.ends):
+            return None
+        end = self.ends[len(self.asked)]
+        self.history.extend(self.prompt.messages[self.given : end])
+        self.given = end
+        self.asked.append(encode(self.tokenizer, self.history, self.kwargs, where=self.prompt.where))
+        return self.asked[-1]
+
+    def answer(self, response: Response, stop_ids: frozenset[int]) -> None:
+        """Take a response into the history."""
+        self.responses.append(response)
+        text = self.tokenizer.decode([token for token in response.tokens if token not in stop_ids], skip_special_tokens=True)
+        self.history.append({"role": "assistant", "content": text})
+
+
 def hold(
-    decoder: Decoder,
+    loop: Loop,
     tokenizer: Any,
-    prompt: Prompt,
+    prompts: list[Prompt],
     *,
     max_new_tokens: int,
     chat_template_kwargs: dict[str, Any],
     baseline: bool,
-    temperature: float = 0.0,
-    generator: torch.Generator | None = None,
-) -> tuple[list[Response], list[Response]]:
-    """One conversation, asked turn by turn; each answer becomes history of the next turn.
+    on_prompt: Callable[[], None] = lambda: None,
+) -> tuple[list[list[Response]], list[list[Response]]]:
+    """Hold conversations, turn by turn; each answer becomes history of the next turn.
 
     With ``baseline`` every turn is also answered by the target alone, on the same history.
 
     Returns:
-        The loop's responses and the plain ones (empty without ``baseline``), one a turn.
+        The loop's responses and the plain ones (empty lists without ``baseline``), by prompt and turn.
     """
-    responses, plain, given = [], [], 0
-    history: list[dict[str, Any]] = []
-    for end in prompt.turns():
-        history.extend(prompt.messages[given:end])
-        given = end
-        ids = encode(tokenizer, history, chat_template_kwargs, where=prompt.where)
-        response = decoder.generate(ids, max_new_tokens=max_new_tokens, temperature=temperature, generator=generator)
-        responses.append(response)
-        if baseline:
-            plain.append(decoder.generate_plain(ids, max_new_tokens=max_new_tokens))
-        text = [token for token in response.tokens if token not in decoder.stop_ids]
-        history.append({"role": "assistant", "content": tokenizer.decode(text, skip_special_tokens=True)})
-    return responses, plain
+    conversations = [_Conversation(prompt, tokenizer, chat_template_kwargs) for prompt in prompts]
+    queue: deque[Work] = deque((index, conversation.ask()) for index, conversation in enumerate(conversations))
+    for index, response in loop.run(queue, max_new_tokens=max_new_tokens, plain=False):
+        conversations[index].answer(response, loop.decoder.stop_ids)
+        ids = conversations[index].ask()
+        if ids is None:
+            on_prompt()
+        else:
+            queue.append((index, ids))
+    alone: list[list[Response]] = [[] for _ in prompts]
+    if baseline:
+        again: deque[Work] = deque(((i, turn), ids) for i, each in enumerate(conversations) for turn, ids in enumerate(each.asked))
+        for (index, _), response in sorted(loop.run(again, max_new_tokens=max_new_tokens, plain=True), key=lambda found: found[0]):
+            alone[index].append(response)
+    return [conversation.responses for conversation in conversations], alone
 
 
 def run_dataset(
-    decoder: Decoder,
+    loop: Loop,
     tokenizer: Any,
     prompts: list[Prompt],
     *,
@@ -61,14 +118,10 @@ def run_dataset(
     on_prompt: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """One data set, greedily -> its entry of ``results.json`` (see ``summarise``)."""
-    held, alone = [], []
+    options = {"max_new_tokens": max_new_tokens, "chat_template_kwargs": chat_template_kwargs, "baseline": baseline}
+    held, alone = hold(loop, tokenizer, prompts, on_prompt=on_prompt, **options)
     comparisons: list[Comparison] = []
-    for prompt in prompts:
-        responses, plain = hold(
-            decoder, tokenizer, prompt, max_new_tokens=max_new_tokens, chat_template_kwargs=chat_template_kwargs, baseline=baseline
-        )
-        held.append(responses)
-        alone.append(plain)
+    for prompt, responses, plain in zip(prompts, held, alone, strict=True):
         for turn, pair in enumerate(zip(responses, plain, strict=False), start=1):
             found = compare(*pair, dtype=dtype)
             comparisons.append(found)
@@ -78,8 +131,7 @@ def run_dataset(
                     f"{name or 'prompt'}: {prompt.where}, turn {turn}: differs from the target's own output first at token {found.index}: "
                     f"{kind} (logits {found.gap:.3g} apart, a tie is up to {found.tolerance:.3g})"
                 )
-        on_prompt()
-    return summarise(held, alone if baseline else None, comparisons, block_size=decoder.block_size)
+    return summarise(held, alone if baseline else None, comparisons, block_size=loop.decoder.block_size) | {"batch": loop.batch}
 
 
 def require_lossless(datasets: dict[str, dict[str, Any]]) -> None:

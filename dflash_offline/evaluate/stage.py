@@ -11,11 +11,10 @@ from dflash_offline import demo, identity, keys
 from dflash_offline.config import DEMO_MODEL, RunConfig
 from dflash_offline.drafter import DrafterShape
 from dflash_offline.errors import EvaluateError
-from dflash_offline.evaluate.decoder import Decoder
 from dflash_offline.evaluate.heldout import HeldoutRow, tau_replay
 from dflash_offline.evaluate.loading import load_decoder
 from dflash_offline.evaluate.prompts import Prompt, dataset_name, read_prompts
-from dflash_offline.evaluate.run import Say, require_lossless, run_dataset
+from dflash_offline.evaluate.run import Loop, Say, require_lossless, run_dataset
 from dflash_offline.evaluate.summary import number, overall, table
 from dflash_offline.export.reading import read_drafter, read_tensors
 from dflash_offline.layout import Layout
@@ -68,8 +67,9 @@ def evaluate(config: RunConfig, key: str, progress: Progress) -> dict[str, Any]:
     template = config.path(config.corpus.chat_template) if config.corpus.chat_template else None
     files = config.files(config.evaluate.prompts, where="[evaluate] prompts")
     folder.mkdir(parents=True, exist_ok=True)
+    loop = Loop(decoder, batch=config.evaluate.batch, say=progress.say)
     datasets = run_files(
-        decoder,
+        loop,
         load_tokenizer(target_folder, template),
         files,
         dtype=dtype,
@@ -81,7 +81,7 @@ def evaluate(config: RunConfig, key: str, progress: Progress) -> dict[str, Any]:
     )
     progress.update(text="held-out rows", force=True)
     held_out = tau_replay(
-        decoder,
+        loop,
         heldout_rows(config, shape),
         loop_rows=config.evaluate.heldout_loop_rows,
         max_new_tokens=config.evaluate.max_new_tokens,
@@ -104,7 +104,7 @@ def evaluate(config: RunConfig, key: str, progress: Progress) -> dict[str, Any]:
 
 
 def run_files(
-    decoder: Decoder, tokenizer: Any, files: list[Path], *, max_prompts: int, progress: Progress, **options: Any
+    loop: Loop, tokenizer: Any, files: list[Path], *, max_prompts: int, progress: Progress, **options: Any
 ) -> dict[str, dict[str, Any]]:
     """Every prompt file as one data set (``run_dataset``); options are passed on to it."""
     sets: dict[str, list[Prompt]] = {}
@@ -122,7 +122,7 @@ def run_files(
     results = {}
     for name, prompts in sets.items():
         progress.update(done=done, total=total, text=name, force=True)
-        results[name] = run_dataset(decoder, tokenizer, prompts, name=name, say=progress.say, on_prompt=count, **options)
+        results[name] = run_dataset(loop, tokenizer, prompts, name=name, say=progress.say, on_prompt=count, **options)
         length, steps = results[name]["acceptance_length"], results[name]["steps"]
         progress.say(f"{name}: acceptance length {number(length)} over {steps} steps, {len(prompts)} prompts")
     return results
@@ -167,6 +167,9 @@ def report_lines(results: dict[str, Any]) -> list[str]:
         lines.append(
             "A CPU shows no speed-up: a block costs it as much as its tokens one by one. Acceptance lengths are the same everywhere."
         )
+    elif results["datasets"]:
+        batches = " and ".join(str(size) for size in sorted({result["batch"] for result in results["datasets"].values()}))
+        lines.append(f"Speeds are those of {batches} prompts at once, with and without the drafter.")
     return lines
 
 
@@ -180,6 +183,7 @@ def evaluate_folder(
     max_prompts: int = 80,
     max_new_tokens: int = 256,
     baseline: bool = True,
+    batch: int = 8,
     chat_template_kwargs: dict[str, Any] | None = None,
     chat_template: Path | None = None,
     trust_remote_code: bool = False,
@@ -203,7 +207,7 @@ def evaluate_folder(
         target_folder, read.shape, read.tensors, device=chosen, dtype=dtype, trust_remote_code=trust_remote_code, where=str(drafter_folder)
     )
     datasets = run_files(
-        decoder,
+        Loop(decoder, batch=batch, say=say),
         load_tokenizer(target_folder, chat_template),
         list(prompt_files),
         dtype=dtype,
