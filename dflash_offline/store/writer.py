@@ -126,7 +126,7 @@ class PartWriter:
         write_metadata(self.partial, self.codec, self.shape)
         samples = self.journal.spool("samples", SAMPLE, ())
         self.resume_sample = self._appended = self._samples = len(samples)
-        self._position = self.journal.tokens
+        self._position = self._handed_over = self.journal.tokens  # tokens placed; tokens in shards that are written or being written
         self._skip = self.journal.tokens - int(samples["tokens"].sum())
         self._buffers: list[np.ndarray] | None = self._new_buffers()
         self._spare: list[np.ndarray] | None = None
@@ -229,6 +229,7 @@ class PartWriter:
         self._wait_for_shard()
         rows = {name: b"".join(pieces) for name, pieces in self._rows.items()}
         noted = {"tokens": self._position, "samples": self._samples, "spools": rows, "statistics": self._norms.state()}
+        self._handed_over = self._position
         shard = (self._position - 1) // self.shape.shard_tokens
         self._written = self._writer.submit(self._write_shard, shard, self._buffers, noted)
         self._buffers, self._spare = self._spare, self._buffers
@@ -272,7 +273,7 @@ class PartWriter:
             self.shape,
         )
         with self._explained():
-            if self._position % self.shape.shard_tokens:
+            if self._position > self._handed_over:
                 self._finish_shard()
             self._wait_for_shard()
             self._buffers = self._spare = None
