@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_json, read_manifest
 from dflash_offline.progress import read_progress
 
-_FRESH_S = 15.0  # a process of another host cannot be asked, but writes more often than this while it works
 _STALE_S = 600.0  # a progress file that is older belongs to a process that is gone or hangs
 
 
@@ -165,7 +165,7 @@ def running_processes(layout: Layout) -> list[Process]:
         numbers = {key: value for key, value in state["numbers"].items() if isinstance(value, int | float)}
         stage = path.relative_to(logs).parts[0]
         age_s = max(0.0, time.time() - state["time"])
-        alive = True if _alive(state["pid"]) else None if age_s < _FRESH_S else False
+        alive = _alive(state["pid"]) if state.get("host", socket.gethostname()) == socket.gethostname() else None
         found.append(Process(name, stage, state["pid"], alive, age_s, state["done"], state["total"], str(state["text"]), numbers))
     return found
 

@@ -1,8 +1,10 @@
 """Commands on a finished run: status, inspect, show, stats, verify, diff, export, evaluate, generate, report, reset, prune."""
 
 import json
+import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,24 @@ def test_status_of_an_interrupted_run(own_command: Command) -> None:
     assert found["train"]["state"] == "partial"
     assert found["capture"]["state"] == "partial"
     assert re.match(r"(\d+) of (\d+) parts", found["capture"]["detail"]).groups()[0] != "0"  # type: ignore[union-attr]
+
+
+def test_status_of_a_running_stage(own_command: Command) -> None:
+    layout = Layout(config().root_dir)
+    (layout.drafter(keys.train_key(config())) / MANIFEST).unlink()
+    path = layout.logs("train") / "train-0.progress.json"
+    state = {"done": 3, "total": 9, "text": "training", "time": time.time(), "pid": os.getpid(), "numbers": {"loss": 2.5}}
+    path.write_text(json.dumps(state))
+    (layout.logs("train") / "torn.progress.json").write_text('{"done": 1')
+    found = json.loads(own_command("status", "--json").stdout)
+    assert {stage["name"]: stage["state"] for stage in found["stages"]}["train"] == "running"
+    mine = next(process for process in found["processes"] if process["name"] == "train-0")
+    assert (mine["alive"], mine["done"], mine["total"], mine["numbers"]) == (True, 3, 9, {"loss": 2.5})
+    assert "3 of 9" in own_command("status").output
+    path.write_text(json.dumps(state | {"text": "error: the disk is full", "time": time.time() - 3600}))
+    stale = json.loads(own_command("status", "--json").stdout)
+    assert stale["warnings"] == ["train-0: error: the disk is full"]
+    assert {stage["name"]: stage["state"] for stage in stale["stages"]}["train"] == "partial"
 
 
 def test_inspect_counts_what_is_there(command: Command) -> None:
