@@ -25,6 +25,7 @@ from dflash_offline.replay import ReplayResult, replay
 from dflash_offline.target import load_embedding_and_head
 from dflash_offline.train import heldout, records
 from dflash_offline.train.loop import Trainer
+from dflash_offline.train.proof import prove
 from dflash_offline.train.ranks import Ranks
 from dflash_offline.train.setup import prepare
 
@@ -276,6 +277,16 @@ def test_records_drop_what_a_resumed_run_will_write_again(tmp_path: Path) -> Non
     files.write({"step": 2, "loss": 1.25})
     files.close()
     assert [row["loss"] for row in records.read_metrics(tmp_path / "metrics.jsonl")] == [2.0, 1.25]
+
+
+def test_attention_is_checked_against_the_dense_reference(make_trainer) -> None:
+    trainer = make_trainer()
+    assert 'attention "sdpa" checked against the dense reference' in prove(trainer)
+    path = trainer.setup.drafter.attention
+    right = path.plan
+    path.plan = lambda blocks, window: right(replace(blocks, context_end=blocks.context_end + 1), window)  # sees its own anchor
+    with pytest.raises(TrainError, match="outputs differ from the dense reference by .* training with it would be wrong"):
+        prove(trainer)
 
 
 def test_sigterm_saves_and_exits_143(make_run) -> None:

@@ -1,6 +1,7 @@
 """Training on GPUs: compiled block-sparse attention in bf16, and two ranks over NCCL."""
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,16 @@ import pytest
 import torch
 import training_runs as runs
 from conftest import make_tiny_target
+
+from dflash_offline import keys
+from dflash_offline.attention import EagerAttention, dense_mask
+from dflash_offline.config import RunConfig
+from dflash_offline.errors import TrainError
+from dflash_offline.progress import Progress
+from dflash_offline.train.loop import Trainer
+from dflash_offline.train.proof import prove
+from dflash_offline.train.ranks import Ranks
+from dflash_offline.train.setup import prepare
 
 pytestmark = pytest.mark.gpu
 
@@ -59,8 +70,45 @@ def test_losses_follow_those_of_the_cpu(on_cpu: Path, tmp_path: Path, inputs: Pa
     # initial weights are drawn on the device, so they differ from the CPU's: the curves are alike, not equal
     assert here[0][1] == pytest.approx(there[0][1], rel=0.05)
     assert sum(loss for _, loss, _ in here[-4:]) == pytest.approx(sum(loss for _, loss, _ in there[-4:]), rel=0.1)
+    assert "checked against the dense reference" in out
     if attention != "eager":
         assert "kernels for" in out, out
+
+
+def test_uncompiled_attention_is_an_error(tmp_path: Path, inputs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    run_file = runs.make_run(tmp_path, inputs, model=model, train=TRAIN | {"attention": "flex"})
+    with runs.RankProcesses(run_file) as rank:
+        ((status, out, err),) = rank.output(300)
+    assert status == 1 and "nothing was compiled" in err and err.count("\n") == 1, (out, err)
+
+
+def test_dense_attention_in_disguise_is_an_error(tmp_path: Path, inputs: Path, model: Path) -> None:
+    """What the compile race leads to on some builds: the drafter says flex, and dense attention runs."""
+    config = RunConfig.load(runs.make_run(tmp_path, inputs, model=model, train=TRAIN | {"attention": "flex"}))
+    ranks = Ranks()
+    setup = prepare(config, keys.train_key(config), ranks, torch.device("cuda"))
+
+    def dense(query, context_key, context_value, block_key, block_value, plan):
+        return EagerAttention().attend(query, context_key, context_value, block_key, block_value, dense_mask(plan))
+
+    path = setup.drafter.attention
+    path.plan, path.attend = lambda blocks, window: blocks, dense
+    trainer = Trainer(setup, ranks, Progress(None))
+    trainer.warm_up(tmp_path / "kernels")
+    with pytest.raises(TrainError, match=r"no kernel named \*flex_attention\* ran"):
+        prove(trainer)
+
+
+def test_wrong_attention_is_an_error(tmp_path: Path, inputs: Path, model: Path) -> None:
+    config = RunConfig.load(runs.make_run(tmp_path, inputs, model=model, train=TRAIN | {"attention": "eager"}))
+    ranks = Ranks()
+    setup = prepare(config, keys.train_key(config), ranks, torch.device("cuda"))
+    path = setup.drafter.attention
+    leaky = path.plan
+    path.plan = lambda blocks, window: leaky(replace(blocks, context_end=blocks.context_end + 1), window)
+    with pytest.raises(TrainError, match="outputs differ from the dense reference"):
+        prove(Trainer(setup, ranks, Progress(None)))
 
 
 def test_killed_and_resumed_goes_on(tmp_path: Path, inputs: Path, model: Path) -> None:

@@ -10,6 +10,7 @@
 ``reporter.py``      numbers of steps -> rows, lines, warnings
 ``records.py``       status line, ``metrics.jsonl``, TensorBoard, throughput watch
 ``kernels.py``       compiled kernels, made before the ranks meet
+``proof.py``         that the compiled block-sparse attention is what runs
 ``diagnosis.py``     what to say when a step diverged
 ``output.py``        the trained drafter and the manifest
 ===================  =========================================================================================
@@ -34,6 +35,7 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
     """
     from dflash_offline.train import kernels, output, state
     from dflash_offline.train.loop import Trainer
+    from dflash_offline.train.proof import prove
     from dflash_offline.train.ranks import Ranks
     from dflash_offline.train.setup import choose_device, prepare
 
@@ -50,9 +52,9 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
     trainer = Trainer(setup, ranks, progress)
     if folder is not None:
         progress.update(text="compiling kernels", force=True)
-        line = trainer.warm_up(folder)
-        if ranks.first:
-            progress.say(line)
+        for line in (trainer.warm_up(folder), prove(trainer)):
+            if ranks.first:
+                progress.say(line)
     progress.update(text="waiting for the other ranks", force=True)
     ranks.join(device)
     try:
