@@ -11,6 +11,7 @@ import torch
 from conftest import make_tiny_target
 from safetensors.torch import load_file, save_file
 
+from dflash_offline.capture import check_taps
 from dflash_offline.capture.forward import prepare_compiler
 from dflash_offline.errors import TargetError
 from dflash_offline.target import facts, load_embedding_and_head, load_target, load_tokenizer, resolve_mask_token_id
@@ -187,7 +188,9 @@ def test_two_graphs_serve_every_batch_shape(tiny_target: Path) -> None:
     compiled.compile_layers(dynamic=True, backend="eager")
     for rows, tokens in ((3, 24), (4, 64), (1, 40), (64, 8), (1, 64), (2, 96), (7, 32)):
         ids = torch.randint(3, 500, (rows, tokens), generator=torch.Generator().manual_seed(rows))
-        assert torch.equal(compiled.capture(ids), plain.capture(ids))
+        taps = compiled.taps(ids)
+        assert torch.equal(torch.stack(taps, 2), plain.capture(ids))
+        check_taps(compiled, ids[0], [tap[0] for tap in taps])  # must leave nothing behind that asks for other graphs
     assert graphs["unique_graphs"] - before == 2 and not breaks
     torch._dynamo.reset()
 

@@ -4,6 +4,7 @@ The target is loaded when the first part was claimed, so a replica that finds no
 """
 
 import contextlib
+import importlib.util
 import os
 import signal
 import time
@@ -257,6 +258,11 @@ class Replica:
             f"Target {self.replica} on {device}{f' ({name})' if name else ''} loaded in {time.monotonic() - start:.1f} s, "
             f"{self.target.num_bytes / 1e9:.{1 if self.target.num_bytes > 1e8 else 3}f} GB"
         )
+        if self._facts.is_hybrid and device.type == "cuda" and importlib.util.find_spec("fla") is None:
+            self.progress.say(
+                f"Target {self.replica}: its linear-attention layers run in plain PyTorch, several times slower; "
+                "`pip install flash-linear-attention causal-conv1d` gives transformers its kernels"
+            )
         self.forwarder = Forwarder(
             self.target,
             compile_layers=config.compile,
@@ -269,6 +275,7 @@ class Replica:
             "host": self.leases.owner.host,
             "device": str(device),
             "gpu": name,
+            "dtype": config.dtype,
             "attention": config.attention,
             "compiled": self.forwarder.compiled,
         }

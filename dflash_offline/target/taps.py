@@ -3,7 +3,8 @@
 Tensor legend: B rows, T tokens (padded), K taps, H hidden.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,8 +12,27 @@ from torch import nn
 
 from dflash_offline.errors import TargetError
 
+_HOOKS_FLAG = "_output_capturing_hooks_installed"  # how transformers knows that its hooks are there
 _STATE_KINDS = ("linear", "mamba", "conv", "recurrent", "ssm", "delta")
 _STATE_MODULES = ("mamba", "linear_attn", "conv", "temporal_block")
+
+
+@contextlib.contextmanager
+def _hooks_taken_back(model: nn.Module) -> Iterator[None]:
+    """Remove the hooks that transformers installs, and leaves, to record hidden states.
+
+    Each layer gets hooks of its own, inside attention too; with them every layer would be compiled by itself.
+    """
+    modules = list(model.modules())
+    before = [(set(module._forward_hooks), _HOOKS_FLAG in vars(module)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, (hooks, flagged) in zip(modules, before, strict=True):
+            for key in [key for key in module._forward_hooks if key not in hooks]:
+                del module._forward_hooks[key]
+            if not flagged:
+                vars(module).pop(_HOOKS_FLAG, None)
 
 
 class Target:
@@ -78,7 +98,8 @@ class Target:
     def plain_hidden_states(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """transformers' own ``output_hidden_states`` of one row ``[1, T]``: entry i + 1 belongs to layer i."""
         assert input_ids.shape[0] == 1
-        output = self.model(input_ids=input_ids.to(self.device), use_cache=False, output_hidden_states=True)
+        with _hooks_taken_back(self.model):
+            output = self.model(input_ids=input_ids.to(self.device), use_cache=False, output_hidden_states=True)
         states = getattr(output, "hidden_states", None)
         if states is None:
             raise TargetError(f"{type(self.model).__name__} returns no hidden states, so the taps cannot be checked against them")
