@@ -20,7 +20,9 @@ import xxhash
 from dflash_offline.errors import StoreDamagedError, StoreError
 from dflash_offline.manifest import write_bytes
 
-_FLOOR = 2.0**-10  # of the mean channel: a dead channel must not turn its first live value into the block's largest
+# of the median channel: one that was quiet on these rows must not, once it speaks, take the scale from its whole block
+# (real residual streams have none below 0.6 of the median, so it costs nothing)
+_FLOOR = 0.5
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class ChannelStatistics:
         if not torch.isfinite(total).all():
             raise StoreError("channel statistics: hidden states are not finite; check the target's dtype and attention implementation")
         rms = (total / num_tokens).sqrt()
-        rms = torch.maximum(rms, rms.mean(-1, keepdim=True) * _FLOOR).clamp(min=1e-30)
+        rms = torch.maximum(rms, rms.median(-1, keepdim=True).values * _FLOOR).clamp(min=1e-30)
         return cls(rms.to(torch.float32).cpu().numpy(), num_tokens)
 
     @property
