@@ -326,11 +326,10 @@ class Replica:
         self._report(text=f"{name} committed", force=True)
         state, extra = self.progress.state, self._commit_lines.pop(name, {})
         eta = state["numbers"].get("eta_s", 0.0)
+        waited = f", waited {extra['wait_s']:.1f} s for the disk" if extra.get("wait_s", 0) > 0.1 else ""
         self.progress.say(
-            f"Target {self.replica}: {name} committed, {extra.get('tokens', 0):,} tokens at "
-            f"{extra.get('tokens_per_s', 0) / 1000:.3g} Ktok/s, "
-            f"padding {100 * extra.get('padding', 0):.1f} %, waited {extra.get('wait_s', 0):.1f} s for the disk; "
-            f"{state['done']}/{state['total']} parts, ETA {_minutes(eta)}"
+            f"Target {self.replica}: {name} committed, {extra.get('tokens', 0):,} tokens at {_rate(extra.get('tokens_per_s', 0.0))}, "
+            f"padding {100 * extra.get('padding', 0):.1f} %{waited}; {state['done']}/{state['total']} parts, ETA {_minutes(eta)}"
         )
 
 
@@ -349,6 +348,10 @@ def _same_gpu_model(text: str) -> bool:
         return False
     then, _, now = text[4:].partition(" -> ")
     return then.split(",")[0] == now.split(",")[0]
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:.0f} tokens/s" if tokens_per_s < 1000 else f"{tokens_per_s / 1000:.3g} Ktok/s"
 
 
 def _minutes(seconds: float) -> str:
