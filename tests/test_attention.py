@@ -1,5 +1,10 @@
 """The attention rule on every path: leaks, equality with the dense reference, gradients, windows, packing."""
 
+import importlib.util
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -184,3 +189,57 @@ def test_auto_is_sdpa_on_a_cpu_and_names_are_taken_as_they_are():
     cpu = torch.device("cpu")
     assert choose_attention("auto", head_dim=64, dtype=torch.float32, device=cpu) == "sdpa"
     assert choose_attention("eager", head_dim=64, dtype=torch.float32, device=cpu) == "eager"
+
+
+INTERPRETED = """
+import numpy as np, torch
+from triton.runtime import interpreter
+
+patch = interpreter._patch_lang_tensor
+def patched(tensor, scope):  # numpy 2.4 no longer turns an array of one element into an index
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+interpreter._patch_lang_tensor = patched
+
+from dflash_offline.attention import BlockLayout, EagerAttention
+from dflash_offline.attention.intervals import IntervalAttention, Tiles
+from dflash_offline.attention.proof import outcome, random_states
+
+small = Tiles(32, 16, 4, 1, 32, 16, 4, 1, 16, 32, 4, 1, 2)
+for heads, kv_heads, width, size, window in ((4, 2, 16, 4, None), (5, 1, 20, 5, 7), (3, 1, 16, 8, None)):
+    anchors = [np.array([0, 3, 4, 17, 30, 36]), np.array([1, 12, 25])]
+    blocks = BlockLayout.pack([37, 26], anchors, block_size=size, num_context=70, num_blocks=12)
+    states = random_states(blocks, heads, kv_heads, width, torch.float32, torch.device("cpu"))
+    upstream = torch.randn_like(states[0])
+    wanted, got = (outcome(path, blocks, window, states, upstream) for path in (EagerAttention(), IntervalAttention(small)))
+    for right, ours in zip(wanted, got):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
+
+from dflash_offline.objective import kernels, softmax
+for vocabulary, kl in ((512, 0.0), (5000, 0.3)):
+    logits, labels, weights = torch.randn(7, vocabulary) * 3, torch.randint(0, vocabulary, (7,)), torch.rand(7)
+    weights[2] = 0
+    teacher = torch.randn(7, vocabulary) if kl else None
+    found = []
+    for functions in (softmax, kernels):
+        work = logits.clone()
+        stats = functions.statistics(work, labels, teacher)
+        found.append([stats.best, stats.nll, stats.divergence, functions.gradient(work, stats, labels, weights, teacher, kl, fp8=False)[0]])
+    for right, ours in zip(*found):
+        assert right is None or torch.allclose(right.float(), ours.float(), rtol=1e-4, atol=1e-5)
+print("equal")
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="the triton package is not installed; test_attention_gpu.py runs the kernels"
+)
+def test_triton_kernels_equal_the_reference_in_tritons_interpreter():
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INTERPRETED],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.stdout.strip() == "equal", ran.stderr[-3000:]

@@ -232,3 +232,12 @@ def test_rope_keeps_base_and_scaling_only_and_refuses_what_depends_on_length():
     assert shape.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(TargetError, match="dynamic"):
         DrafterShape.from_target(facts(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), DrafterConfig(), [1], 1)
+
+
+def test_a_drafter_built_on_a_meta_device_works_once_it_has_weights():
+    with torch.device("meta"):
+        empty = Drafter(SHAPE)
+    filled = Drafter(SHAPE)
+    empty.load_state_dict(filled.state_dict(), assign=True)
+    hidden, table, tokens, blocks = example()
+    assert torch.equal(empty(hidden, table[tokens], blocks), filled(hidden, table[tokens], blocks))

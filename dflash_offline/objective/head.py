@@ -17,7 +17,7 @@ class FrozenHead:
     def __init__(self, weight: Tensor, *, precision: str = "bf16") -> None:
         """
         Raises:
-            TrainError: fp8 on a device without it.
+            TrainError: fp8 on a device, or for sizes, that it does not work with.
         """
         assert not weight.requires_grad, "the head is the target's and is never trained"
         self.weight, self.precision = weight, precision
@@ -25,6 +25,10 @@ class FrozenHead:
             if weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device) < (8, 9):
                 raise TrainError(
                     '[train] head_precision = "fp8" needs a GPU with fp8 matrix units (compute capability 8.9 or newer); use "bf16"'
+                )
+            if any(size % 16 for size in weight.shape):
+                raise TrainError(
+                    f'[train] head_precision = "fp8" needs sizes that are multiples of 16, not {tuple(weight.shape)}; use "bf16"'
                 )
             self.rows, self.row_scale = quantise_rows(weight)  # [V, H], [V, 1]
             self.columns, self.column_scale = quantise_rows(weight.t().contiguous())  # [H, V], [H, 1]

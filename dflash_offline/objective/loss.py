@@ -133,6 +133,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 fp8 = head.precision == "fp8"
                 by_logits, scale = functions.gradient(logits, found, tokens, weights, teacher_logits, objective.kl_weight, fp8=fp8)
                 head.input_gradient(by_logits, scale, gradient[here])
+                del by_logits
+            del logits, teacher_logits  # before the next chunk's, not after
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(weight_sum, nll, correct)
         return loss_sum, weight_sum, nll, correct

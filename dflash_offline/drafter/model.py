@@ -13,8 +13,7 @@ Legend: N blocks, B slots of a block, S = N * B, C context rows, K tapped layers
 G key/value heads, D head width.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,148 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_offline.attention import Attention, BlockLayout, make_attention
-from dflash_offline.errors import ConfigError, TargetError
+from dflash_offline.drafter.shape import DrafterShape, rotary_frequencies
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin [rows, 1, D]
-
-# Their angles depend on the length of the sequence in flight, which a slot of a packed micro-batch does not know.
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
-
-@dataclass(frozen=True)
-class DrafterShape:
-    """Everything that fixes a drafter's tensors and its rotation; saved beside the weights as ``shape.json``."""
-
-    hidden_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    rope_parameters: dict[str, Any]
-    vocab_size: int
-    block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    max_position_embeddings: int
-    layer_windows: tuple[int | None, ...]  # one a layer; None sees everything
-    initializer_range: float = 0.02
-
-    def __post_init__(self) -> None:
-        assert len(self.layer_windows) == self.num_layers, (self.layer_windows, self.num_layers)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return asdict(self) | {"target_layer_ids": list(self.target_layer_ids), "layer_windows": list(self.layer_windows)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "DrafterShape":
-        return cls(**(values | {"target_layer_ids": tuple(values["target_layer_ids"]), "layer_windows": tuple(values["layer_windows"])}))
-
-    @classmethod
-    def from_target(cls, facts: Any, section: Any, target_layer_ids: Sequence[int], mask_token_id: int) -> "DrafterShape":
-        """Sizes of a target layer unless ``section`` (``DrafterConfig``) names others.
-
-        A mixture of experts, heads wider than 128 and odd geometries have no layer worth copying: they get heads of 128,
-        H / 128 of them rounded to a multiple of at most 8 key/value heads, and an MLP of 3 H.
-
-        Raises:
-            ConfigError: sizes of the run file do not go together.
-            TargetError: the target's rotary embedding cannot be carried over.
-        """
-        hidden = facts.hidden_size
-        ordinary = (
-            not facts.is_moe
-            and all((facts.num_attention_heads, facts.num_key_value_heads, facts.head_dim, facts.intermediate_size))
-            and facts.head_dim <= 128
-            and facts.head_dim % 2 == 0
-            and facts.num_attention_heads % facts.num_key_value_heads == 0
-        )
-        if ordinary:
-            heads, kv_heads, head_dim, intermediate = (
-                facts.num_attention_heads,
-                facts.num_key_value_heads,
-                facts.head_dim,
-                facts.intermediate_size,
-            )
-        else:
-            heads = max(1, round(hidden / 128))
-            kv_heads = min(8, heads)
-            heads, head_dim, intermediate = round(heads / kv_heads) * kv_heads, 128, 3 * hidden
-        heads, kv_heads = section.num_attention_heads or heads, section.num_key_value_heads or kv_heads
-        if heads % kv_heads:
-            raise ConfigError(
-                f"run.toml: [drafter]: {heads} query heads are no multiple of {kv_heads} key/value heads; "
-                "set both num_attention_heads and num_key_value_heads (what is left out is the target's)"
-            )
-        windows = [None] * section.layers
-        if section.sliding_window is not None:
-            for layer in range(section.layers) if section.sliding_layers is None else section.sliding_layers:
-                windows[layer] = section.sliding_window
-        return cls(
-            hidden_size=hidden,
-            num_layers=section.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=section.head_dim or head_dim,
-            intermediate_size=section.intermediate_size or intermediate,
-            rms_norm_eps=facts.rms_norm_eps,
-            rope_parameters=rope_of_target(facts.rope_parameters),
-            vocab_size=facts.vocab_size,
-            block_size=section.block_size,
-            mask_token_id=mask_token_id,
-            target_layer_ids=tuple(target_layer_ids),
-            num_target_layers=facts.num_layers,
-            max_position_embeddings=facts.max_position_embeddings,
-            layer_windows=tuple(windows),
-            initializer_range=facts.initializer_range or 0.02,
-        )
-
-
-def rope_of_target(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The target's rotary parameters as the drafter keeps them: base and scaling; the whole head is rotated, always.
-
-    Raises:
-        TargetError: a scaling whose angles depend on the running length.
-    """
-    kept = {
-        name: value for name, value in parameters.items() if name not in ("partial_rotary_factor", "type") and not name.startswith("mrope")
-    }
-    kept["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kept["rope_type"] in LENGTH_DEPENDENT_ROPE:
-        raise TargetError(
-            f"the target's rotary scaling {kept['rope_type']!r} changes with the running length and cannot be trained on packed rows; "
-            "give its config.json a fixed one (default, linear, llama3, yarn)"
-        )
-    return kept
-
-
-def rotary_frequencies(shape: DrafterShape) -> tuple[Tensor, float]:
-    """Inverse frequencies [D / 2] and the factor on cos and sin, as transformers' Qwen3 makes them from the exported config.
-
-    Raises:
-        TargetError: a scaling that transformers does not know.
-    """
-    from transformers import Qwen3Config
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    kind = shape.rope_parameters["rope_type"]
-    if kind == "default":
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        return 1.0 / (shape.rope_parameters["rope_theta"] ** exponents), 1.0
-    if kind not in ROPE_INIT_FUNCTIONS or kind in LENGTH_DEPENDENT_ROPE:
-        raise TargetError(f"rotary scaling {kind!r} is not supported; supported are default, linear, llama3, yarn")
-    config = Qwen3Config(
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_position_embeddings,
-        rope_parameters=dict(shape.rope_parameters),
-    )
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
-    return frequencies.float(), factor
 
 
 class Linear(nn.Linear):
@@ -360,15 +220,8 @@ class Drafter(nn.Module):
         states = torch.cat([block_embeddings, mask_embedding[None]]) if compact else block_embeddings.flatten(0, 1)
         last = len(self.layers) - 1
         for index, (layer, window) in enumerate(zip(self.layers, self.shape.layer_windows, strict=True)):
-            states = layer(
-                states,
-                context,
-                context_rotation,
-                slot_rotation,
-                plans[window],
-                compact and index == 0,
-                trained_slots_only and index == last,
-            )
+            short = {"compact": compact and index == 0, "drop_first": trained_slots_only and index == last}
+            states = layer(states, context, context_rotation, slot_rotation, plans[window], **short)
         return self.norm(states).unflatten(0, (blocks.num_blocks, -1))
 
     def start_cache(self) -> DraftCache:
