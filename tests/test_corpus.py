@@ -16,7 +16,7 @@ import pytest
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus, corpus_files, peek, prepare, render, row_hash
-from dflash_offline.corpus.prepare import split_heldout
+from dflash_offline.corpus.preparation import split_heldout
 from dflash_offline.errors import CorpusError, DFlashError
 from dflash_offline.layout import Layout
 from dflash_offline.progress import Progress
@@ -123,6 +123,18 @@ def test_all_supervised_is_an_error_that_names_the_template(run_file: RunFile) -
     (path.parent / "all.jinja").write_text(templates.EVERYTHING)
     with pytest.raises(CorpusError, match=r"all.jinja: 100 % of the tokens would be supervised"):
         prepared(path)
+
+
+def test_a_wrong_template_shows_early(run_file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_offline.corpus.preparation._EARLY_RECORDS", 3)
+    monkeypatch.setattr("dflash_offline.corpus.reading.BLOCK_BYTES", 500)
+    path = run_file(corpus={"chat_template": "all.jinja", "workers": 1})
+    (path.parent / "all.jinja").write_text(templates.EVERYTHING)
+    write_rows(path, [chat(f"question {i}", "an answer " * 20) for i in range(20)])
+    with pytest.raises(CorpusError, match="100 % of the tokens"):
+        prepared(path)
+    lengths = list((path.parent / "out").rglob("lengths.bin"))
+    assert lengths and lengths[0].stat().st_size // 4 < 20
 
 
 def test_none_supervised_is_an_error_that_names_the_template(run_file: RunFile) -> None:

@@ -381,6 +381,15 @@ def test_dates_are_fixed(byte_level: Any) -> None:
     assert "Today: 1 May 1990" in bench.ours.decode(bench.rows({"messages": chat("q", "answer")})[0].input_ids)
 
 
+def test_several_generation_blocks_in_one_answer(byte_level: Any) -> None:
+    answer = "{% generation %}{{ m['content'].split('|')[0] }}{% endgeneration %} and {% generation %}{{ m['content'].split('|')[1] }}"
+    template = templates.GENERATION.replace("{% generation %}{{- m['content'] }}", answer)
+    assert template != templates.GENERATION
+    bench = Bench(byte_level, template)
+    (row,) = bench.rows({"messages": chat("q", "one|two", "r", "three|four")})
+    assert bench.supervised(row) == ["one and two<|im_end|>", "three and four<|im_end|>"]
+
+
 def test_one_bos_only(byte_level: Any) -> None:
     """A tokenizer that puts a beginning before every text must not add one to a template that writes it."""
     from tokenizers import Tokenizer

@@ -8,14 +8,14 @@ In reading order:
 - ``masking``    which tokens the target itself would generate
 - ``rows``       a block of rows -> arrays and counts: the work of one worker process
 - ``workers``    that work on every core
-- ``prepare``    all of it: files -> corpus folder, with its counts and bucket table
+- ``preparation`` all of it: files -> corpus folder, with its counts and bucket table
 - ``storage``    the corpus folder: ``CorpusWriter``, ``Corpus``, ``CorpusRow``
 - ``preview``    look at rows: text with the loss mask, lengths of a sample
 
 ``python -m dflash_offline.corpus`` is the stage: it prepares the corpus and plans its capture.
 """
 
-from dflash_offline.corpus.prepare import corpus_files, prepare
+from dflash_offline.corpus.preparation import corpus_files, prepare
 from dflash_offline.corpus.preview import Peek, peek, render
 from dflash_offline.corpus.schema import Conversation, RowRejected, parse_row
 from dflash_offline.corpus.storage import Corpus, CorpusRow, row_hash

@@ -4,7 +4,7 @@ import argparse
 
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
-from dflash_offline.corpus.prepare import prepare
+from dflash_offline.corpus.preparation import prepare
 from dflash_offline.layout import Layout
 from dflash_offline.plan import make_plan
 from dflash_offline.progress import Progress

@@ -105,9 +105,11 @@ def _has_text(message: dict[str, Any]) -> bool:
 
 def _answer(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, *, cut: bool, notes: list[str]) -> tuple[str, Span]:
     """Text up to the last message, an assistant turn, and the span of it that the target generates."""
-    if template.has_generation:
-        text, found = template.render_with_spans(messages, tools)
-        found = [span for span in found if text[span[0] : span[1]].strip()]
+    if template.has_generation(tools):
+        text, found = _generated(template, messages, tools)
+        if found and len(found) > sum(message["role"] == "assistant" for message in messages):
+            # several blocks in one turn: those that the turns before it do not have are the last turn's
+            found = [(found[len(_generated(template, messages[:-1], tools)[1])][0], found[-1][1])]
         if found:
             return text, _finish(template, text, Span(*found[-1], "generation"), messages[-1], cut=cut)
     else:
@@ -129,6 +131,12 @@ def _answer(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, 
         what = "without the thinking that the generation prompt opens" if opened else "that do not continue the generation prompt"
         notes.append(f"answers {what}; their own text is supervised")
     return text, _content_span(template, text, messages, tools, cut=cut)
+
+
+def _generated(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+    """Text and its ``{% generation %}`` spans, blank ones left out."""
+    text, found = template.render_with_spans(messages, tools)
+    return text, [span for span in found if text[span[0] : span[1]].strip()]
 
 
 def _finish(template: ChatTemplate, text: str, span: Span, message: dict[str, Any], *, cut: bool) -> Span:
@@ -190,7 +198,7 @@ def _dropped_thinking(message: dict[str, Any], text: str) -> bool:
 def _header_follows(template: ChatTemplate, text: str, start: int, message: dict[str, Any]) -> bool:
     """Whether a role header stands between prompt and answer: the template writes no generation prompt."""
     content = message["content"].strip()
-    if message.get("tool_calls") or message.get("reasoning_content") or not content or template.has_generation:
+    if message.get("tool_calls") or message.get("reasoning_content") or not content:
         return False
     at = text.find(content[:40], start)
     if at < 0:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_offline.config import RunConfig
-from dflash_offline.corpus.prepare import corpus_files
+from dflash_offline.corpus.preparation import corpus_files
 from dflash_offline.corpus.reading import Block, read_file
 from dflash_offline.corpus.rows import RowMaker, RowOptions
 from dflash_offline.corpus.storage import Corpus

@@ -34,6 +34,7 @@ _THINKING_TAGS = {tag for pair in THINKING[:3] for tag in pair}
 # Templates that print today's date would change every row at midnight, and everything would be captured again.
 FIXED_DATE = date(2025, 1, 1)
 _STRFTIME = re.compile(r"strftime_now\(\s*(?:format\s*=\s*)?(\"[^\"]*\"|'[^']*')\s*\)")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK_CANDIDATES = "\U000f5e11\U000f5e12\U000f5e13"
 _RENAMED = "\U000f5e1a{}\U000f5e1b"
 
@@ -117,7 +118,6 @@ class ChatTemplate:
         self.tokenizer.no_truncation()
         self.template = self._fix_date(source.template)
         self.tool_template = self._fix_date(source.tool_template) if source.tool_template else self.template
-        self.has_generation = re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
         written = self._written_by_template()
         added = self.tokenizer.get_added_tokens_decoder()
         self.control_ids = {
@@ -132,6 +132,10 @@ class ChatTemplate:
         self.is_control[list(self.control_ids.values())] = True
         self.enders: set[str] = set()
         self._check()
+
+    def has_generation(self, tools: Any) -> bool:
+        """Whether the template used for a row with these tools marks the answers with ``{% generation %}``."""
+        return _GENERATION.search(self.tool_template if tools else self.template) is not None
 
     @property
     def uses_date(self) -> bool:

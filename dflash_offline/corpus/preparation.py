@@ -21,6 +21,8 @@ from dflash_offline.progress import Progress
 
 # Starting a worker takes about two seconds, as long as one core needs for this many bytes of conversations.
 _BYTES_PER_WORKER = 2 << 20
+_EARLY_RECORDS = 1000
+_TEMPLATE_REASONS = ("fewer than two supervised tokens in a row", "answer not found", "refused by the chat template")
 
 
 def prepare(config: RunConfig, folder: Path, key: str, progress: Progress) -> Corpus:
@@ -62,7 +64,7 @@ def _prepare(config: RunConfig, folder: Path, key: str, progress: Progress) -> N
         )
     progress.update(done=0, total=total_bytes, text="reading conversations")
     starts = np.concatenate([[0], np.cumsum([path.stat().st_size for path in paths])])
-    counts, sources = Counts(), {}
+    counts, sources, checked = Counts(), {}, False
     with CorpusWriter(folder) as writer:
         for result in _results(config, RowOptions.of(config, source), paths, digests, total_bytes):
             counts.add(result.counts)
@@ -72,6 +74,10 @@ def _prepare(config: RunConfig, folder: Path, key: str, progress: Progress) -> N
                 remap = np.array([sources.setdefault(name, len(sources)) for name in result.sources] + [-1], dtype=np.int16)
                 result.arrays["source_index"] = remap[result.arrays["source_index"]]
                 writer.append(result.arrays)
+            if not checked and counts.records >= _EARLY_RECORDS:  # a wrong template shows at once, not after ten gigabytes
+                checked = True
+                if writer.num_rows or sum(counts.rejected[reason] for reason in _TEMPLATE_REASONS) == counts.records:
+                    _check_supervised(writer, counts, source.name)
             done = int(starts[result.file_index]) + result.position
             progress.update(done=done, rows=counts.conversations, rejected=sum(counts.rejected.values()))
         for path, before, after in zip(paths, digests, identity.files_identity(config, paths), strict=True):
@@ -173,8 +179,7 @@ def _check_supervised(writer: CorpusWriter, counts: Counts, template: str) -> No
 
 
 def _blames_template(counts: Counts) -> bool:
-    blamed = ("fewer than two supervised tokens in a row", "answer not found", "refused by the chat template")
-    return any(counts.rejected[reason] for reason in blamed)
+    return any(counts.rejected[reason] for reason in _TEMPLATE_REASONS)
 
 
 def split_heldout(prompt_hashes: np.ndarray, fraction: float) -> np.ndarray:
