@@ -4,15 +4,21 @@ Reading order::
 
     schema      names, attributes, index; making a store, refusing another's
     shards      Zarr shard files written and read straight
+    values      finite, not all zero, norms
+    staging     encoding where a sample lies, codes to the CPU
+    part_files  files of a part: shape, metadata, small arrays, manifest
     journal     what is safe of a part that is being written
     writer      PartWriter: resumable, committed whole
+    parts       one committed part, opened
+    batch       encoded rows on their way to the device
     reader      HiddenStateStore: samples and encoded batches
     verify      every byte against the manifests
     inspect     what is in a store, as dictionaries: summary, samples, details, stats, diff
 """
 
+from dflash_offline.store.batch import EncodedBatch
 from dflash_offline.store.inspect import details, diff, environment_notes, samples, stats, summary, unfinished
-from dflash_offline.store.reader import EncodedBatch, HiddenStateStore, StoredSample, committed_hashes
+from dflash_offline.store.reader import HiddenStateStore, StoredSample, committed_hashes
 from dflash_offline.store.schema import check_identity, committed_parts, create_or_open
 from dflash_offline.store.verify import Problem, verify
 from dflash_offline.store.writer import PartWriter
