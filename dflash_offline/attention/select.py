@@ -10,6 +10,7 @@ from dflash_offline.attention.dense import EagerAttention, SdpaAttention
 from dflash_offline.errors import TrainError
 
 LARGEST_HEAD = 128  # of the triton path
+SHARED_BYTES = 200 << 10  # of shared memory its tiles take: Hopper and newer have 227 KiB
 
 
 class Attention(Protocol):
@@ -30,14 +31,15 @@ class Attention(Protocol):
 def choose_attention(name: str, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
     """Resolve ``"auto"`` to the fastest exact path of the device; any other name is taken as it is.
 
-    A GPU gets ``triton`` (bf16 or fp16, heads up to 128 wide) or else ``flex``; a CPU gets ``sdpa``. What is chosen is
+    A Hopper or newer GPU gets ``triton`` (bf16 or fp16, heads up to 128 wide), another ``flex``; a CPU gets ``sdpa``. What is chosen is
     still to be proved (``proof.prove``): a failure there is an error, never a slower path in silence.
     """
     if name != "auto":
         return name
     if device.type != "cuda":
         return "sdpa"
-    suits = dtype in (torch.bfloat16, torch.float16) and head_dim <= LARGEST_HEAD and torch.cuda.get_device_capability(device) >= (8, 0)
+    shared_bytes = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    suits = dtype in (torch.bfloat16, torch.float16) and head_dim <= LARGEST_HEAD and shared_bytes >= SHARED_BYTES
     return "triton" if suits else "flex"
 
 
