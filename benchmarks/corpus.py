@@ -5,6 +5,8 @@ corpus over and over, every row made different, so nothing is cached between row
 
 - ``one_core``: rows a minute of one process, parsing to mask, without starting it.
 - ``stage``: the whole of ``prepare`` on all cores, processes started included, with the peak memory of all of them.
+
+Figures per CPU minute hold on a machine that does other things as well; ``load`` says whether it did.
 """
 
 import argparse
@@ -105,12 +107,18 @@ def one_core(config: RunConfig, path: Path, seconds: float) -> dict[str, Any]:
     }
 
 
+def cpu_seconds() -> float:
+    """CPU time of this process and of the workers that ended: what a busy machine does not distort."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 def stage(config: RunConfig, folder: Path, num_rows: int) -> dict[str, Any]:
     """``prepare`` on all cores."""
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), cpu_seconds()
     with PeakMemory() as memory:
         corpus = prepare(config, folder / "out", keys.corpus_key(config), Progress(None))
-    seconds = time.perf_counter() - started
+    seconds, cpu = time.perf_counter() - started, cpu_seconds() - cpu
     cores = available_cores()
     return {
         "cores": cores,
@@ -119,6 +127,7 @@ def stage(config: RunConfig, folder: Path, num_rows: int) -> dict[str, Any]:
         "file_bytes": (folder / "corpus.jsonl").stat().st_size,
         "tokens": corpus.manifest["counts"]["tokens"],
         "conversations_per_minute": round(60 * num_rows / seconds),
+        "conversations_per_cpu_minute": round(60 * num_rows / cpu),
         "conversations_per_minute_per_core": round(60 * num_rows / seconds / cores),
         "peak_memory_bytes": memory.peak_bytes,
     }
