@@ -99,6 +99,16 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(
         assert loss == pytest.approx(other, rel=2e-5)
 
 
+def test_a_killed_rank_ends_the_others_with_one_line(tmp_path: Path, inputs: Path, tiny_target: Path) -> None:
+    run_file = runs.make_run(tmp_path, inputs, model=tiny_target, train=TRAIN | {"epochs": 300})
+    with runs.RankProcesses(run_file, run_file) as ranks:
+        ranks.wait_for_step(2)
+        ranks.processes[1].kill()
+        (status, _, err), (killed, _, _) = ranks.output(30)
+    assert killed == -signal.SIGKILL and status == 1
+    assert err.startswith("error: rank 0 of 2: lost contact with another rank") and err.count("\n") == 1, err
+
+
 def test_ranks_that_differ_are_told_apart(tmp_path: Path, inputs: Path, tiny_target: Path) -> None:
     """Two ranks of one rendezvous with different run files stop with one line each and do not hang."""
     first = runs.make_run(tmp_path / "a", inputs, model=tiny_target, train=TRAIN)

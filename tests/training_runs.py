@@ -36,7 +36,8 @@ def make_inputs(folder: Path, *, model: Path, conversations: list[dict[str, Any]
     corpus = prepare(config, layout.corpus(key), key, Progress(None))
     path, layers = layout.store(keys.capture_key(config)), identity.capture_layer_ids(config)
     store.create_or_open(path, keys.store_identity(config))
-    target = load_target(model, dtype=torch.float32, device="cpu", attention="sdpa", layer_ids=layers)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = load_target(model, dtype=torch.float32, device=device, attention="sdpa", layer_ids=layers)
     rows = [corpus.row(i) for i in range(len(corpus) if captured is None else captured)]
     with store.PartWriter(
         path,

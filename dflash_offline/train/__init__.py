@@ -21,6 +21,7 @@ them it is the only one. Rank 0 writes all files. Weights, optimiser and gradien
 """
 
 import argparse
+import time
 
 from dflash_offline.buckets import count_text
 from dflash_offline.config import RunConfig
@@ -33,6 +34,7 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
     Raises:
         TrainError: see ``setup.prepare`` and ``Trainer.run``.
     """
+    began = time.monotonic()
     from dflash_offline.train import kernels, output, state
     from dflash_offline.train.loop import Trainer
     from dflash_offline.train.proof import prove
@@ -43,7 +45,6 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
     device = choose_device(config, ranks)
     folder = None
     if device.type == "cuda":
-        kernels.refuse_traced_compiles()
         folder, said = kernels.use_cache_folder(device)
         if said is not None:
             progress.say(said)
@@ -52,7 +53,7 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
     trainer = Trainer(setup, ranks, progress)
     if folder is not None:
         progress.update(text="compiling kernels", force=True)
-        for line in (trainer.warm_up(folder), prove(trainer)):
+        for line in (*trainer.warm_up(folder), prove(trainer)):
             if ranks.first:
                 progress.say(line)
     progress.update(text="waiting for the other ranks", force=True)
@@ -64,7 +65,7 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
             progress.say(
                 f"training {count_text(setup.weights.numel)} parameters on {len(setup.order.rows)} conversations: "
                 f"{setup.order.total_steps} steps, {ranks.size} rank{'s' if ranks.size > 1 else ''} on {setup.machine['device']}, "
-                f"attention {setup.machine['attention']}"
+                f"attention {setup.machine['attention']}; ready after {time.monotonic() - began:.1f}s"
             )
         trainer.run()
         if ranks.first:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from dflash_offline.errors import TrainError
 from dflash_offline.manifest import digest
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -35,10 +34,13 @@ def use_cache_folder(device: torch.device) -> tuple[Path, str | None]:
     Returns:
         The folder, and a line to print when it is not the usual one.
     """
-    if given := os.environ.get(CACHE):
-        return Path(given), None
+    given = Path(os.environ.get(CACHE) or "")
+    temporary = Path(tempfile.gettempdir())
+    # torch itself names its default in the environment once it has compiled something, here or in a parent process
+    if given.name and not (given.parent == temporary and given.name.startswith("torchinductor_")):
+        return given, None
     build = f"{socket.gethostname()}-torch{torch.__version__}-{torch.cuda.get_device_name(device)}"
-    folder = Path(tempfile.gettempdir()) / f"dflash-offline-{os.getuid()}" / re.sub(r"[^A-Za-z0-9.+_-]+", "-", build)
+    folder = temporary / f"dflash-offline-{os.getuid()}" / re.sub(r"[^A-Za-z0-9.+_-]+", "-", build)
     said = None
     try:
         folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -74,16 +76,6 @@ def compiling(folder: Path, what: Any) -> Iterator[bool]:
             mark.touch()
 
 
-def refuse_traced_compiles() -> None:
-    """
-    Raises:
-        TrainError: a setting is on that silently runs dense attention in place of the compiled kernel.
-    """
-    name = "force_compile" + "_during_fx_trace"
-    if getattr(torch._dynamo.config, name, False):
-        raise TrainError(f"torch._dynamo.config.{name} is on: attention would run several times slower without a word; leave it off")
-
-
 def compiled_graphs() -> int:
     """Graphs that torch.compile has made in this process so far."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -105,4 +97,4 @@ def warm_up(folder: Path, what: Any, passes: dict[str, Callable[[], None]]) -> s
         torch.cuda.synchronize()
     seconds = time.monotonic() - got_lock
     waited = f", after waiting {got_lock - began:.0f}s for another process to compile" if got_lock - began > 1 else ""
-    return f"{'compiled' if first else 'loaded'} kernels for {len(passes)} shapes in {seconds:.1f}s{waited} ({folder})"
+    return f"{'compiled' if first else 'loaded'} kernels ({', '.join(passes)}) in {seconds:.1f}s{waited} ({folder})"

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from dflash_offline import checkpoint
+from dflash_offline.attention import Proof
 from dflash_offline.dataset import BatchShape, DeviceBatch, DeviceFeed, Job, MicroBatch, Prefetcher, Step, made_up, to_device
 from dflash_offline.errors import TrainError
 from dflash_offline.objective import LossOutput, block_loss
@@ -27,6 +28,7 @@ from dflash_offline.progress import Progress
 from dflash_offline.stage import TERMINATED
 from dflash_offline.train import heldout, kernels, state
 from dflash_offline.train.diagnosis import describe_divergence
+from dflash_offline.train.proof import prove_attention
 from dflash_offline.train.ranks import GradientSum, Ranks
 from dflash_offline.train.reporter import Reporter
 from dflash_offline.train.setup import Setup
@@ -161,12 +163,17 @@ class Trainer:
             + (f" Last checkpoint: step {saved[-1]}." if saved else " There is no checkpoint yet.")
         )
 
-    def warm_up(self, folder: Path) -> str:
-        """Compile what every shape needs before the ranks meet; returns a line to print."""
+    def warm_up(self, folder: Path) -> list[str]:
+        """Prove the attention path and compile what every shape needs, before the ranks meet; returns lines to print.
+
+        Raises:
+            TrainError: the path is wrong, or as slow as a dense one; see ``attention.prove``.
+        """
         setup, shapes = self.setup, dict.fromkeys([*self.order.shapes.values(), *(job.shape for job in self.heldout_jobs)])
         width = len(setup.shape.target_layer_ids) * setup.shape.hidden_size
+        proofs: list[Proof] = []
 
-        def passes(shape: BatchShape) -> None:
+        def compile_shape(shape: BatchShape) -> None:
             batch = made_up(shape, block_size=setup.shape.block_size, width=width, device=setup.device, dtype=setup.dtype)
             self.losses(batch).loss_sum.backward()
             setup.weights.gradient.zero_()
@@ -174,9 +181,10 @@ class Trainer:
                 self.losses(batch)
 
         what = [setup.shape.to_dict(), [[shape.context, shape.blocks] for shape in shapes], setup.machine, self.train.dtype]
-        line = kernels.warm_up(folder, what, {str(shape): partial(passes, shape) for shape in shapes})
+        passes = {"attention": lambda: proofs.append(prove_attention(setup, max(shapes, key=lambda shape: shape.blocks * shape.context)))}
+        line = kernels.warm_up(folder, what, passes | {str(shape): partial(compile_shape, shape) for shape in shapes})
         self.num_graphs, self.warmed_up = kernels.compiled_graphs(), True
-        return line
+        return [line, *map(str, proofs)]
 
     # ---- the run
 

@@ -1,10 +1,12 @@
-"""Proof, at start, that the compiled block-sparse attention is what runs, and that it computes the right thing.
+"""Proof, at start, that the compiled block-sparse attention is what runs inside the drafter, and that it is right.
 
-A fallback to dense or uncompiled attention trains the same drafter several times slower and says nothing. So, on a GPU:
+``attention.prove`` checks a path by itself: output and gradients, and its time against a dense product's. A path that
+is right by itself may still be left out of the compiled layers, which then train the same drafter several times slower
+and say nothing. So, on a GPU:
 
 1. layers were compiled, whole (a graph break is an error already);
 2. the profiler saw the attention kernels of the chosen path, in forward and backward passes;
-3. a few blocks' outputs agree with the dense reference, computed uncompiled from the same weights.
+3. a few blocks' outputs agree with a dense drafter's, computed uncompiled from the same weights.
 
 ``attention = "eager"`` and ``"sdpa"`` were asked for by name, and only the third point is checked.
 """
@@ -16,18 +18,38 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from dflash_offline import attention
 from dflash_offline.attention import BlockLayout
-from dflash_offline.dataset import DeviceBatch, made_up
+from dflash_offline.dataset import BatchShape, DeviceBatch, made_up
 from dflash_offline.drafter import Drafter
 from dflash_offline.errors import TrainError
 
 if TYPE_CHECKING:
     from dflash_offline.train.loop import Trainer
+    from dflash_offline.train.setup import Setup
 
 # parts of the names of the GPU kernels of each path: forward, backward
 KERNELS = {"flex": ("flex_attention", "flex_attention_backward"), "triton": ("forward_kernel", "context_gradient_kernel")}
 REFERENCE_BLOCKS = 4
 TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}  # relative, after all layers
+
+
+def prove_attention(setup: "Setup", shape: BatchShape) -> attention.Proof:
+    """``attention.prove`` with the drafter's head geometry, timed at the size of ``shape``."""
+    drafter = setup.drafter
+    judged = drafter.attention.name in KERNELS  # a dense path that was asked for by name may be as slow as it is
+    return attention.prove(
+        drafter.attention,
+        heads=setup.shape.num_attention_heads,
+        kv_heads=setup.shape.num_key_value_heads,
+        head_dim=setup.shape.head_dim,
+        block_size=setup.shape.block_size,
+        windows=set(setup.shape.layer_windows),
+        dtype=setup.dtype,
+        device=setup.device,
+        num_context=shape.context if judged else None,
+        num_blocks=shape.blocks if judged else None,
+    )
 
 
 def prove(trainer: "Trainer") -> str:
@@ -69,7 +91,7 @@ def prove(trainer: "Trainer") -> str:
 
 def _kernels_of_a_pass(trainer: "Trainer", batch: DeviceBatch) -> dict[str, float]:
     """Kernel name -> microseconds of one forward and backward pass."""
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         trainer.losses(batch).loss_sum.backward()
         torch.cuda.synchronize()
     trainer.setup.weights.gradient.zero_()

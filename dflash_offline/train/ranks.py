@@ -10,8 +10,9 @@ without a micro-batch in the step starts them all at once. As every rank starts 
 uneven shares never hang.
 """
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -84,10 +85,24 @@ class Ranks:
             dist.destroy_process_group()
             self.joined = False
 
+    @contextlib.contextmanager
+    def talking(self) -> Iterator[None]:
+        """Around every exchange: turns the loss of another rank into one line.
+
+        Raises:
+            TrainError: another rank went away.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:160]
+            raise TrainError(f"rank {self.rank} of {self.size}: lost contact with another rank, whose log says why ({reason})") from None
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
         if self.joined:
-            dist.all_reduce(values)
+            with self.talking():
+                dist.all_reduce(values)
         return values
 
     def gather(self, value: Any) -> list[Any]:
@@ -95,7 +110,8 @@ class Ranks:
         if not self.joined:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
+        with self.talking():
+            dist.all_gather_object(found, value)
         return found
 
     def compare(self, facts: Mapping[str, Any]) -> None:
@@ -149,7 +165,8 @@ class GradientSum:
     def _send(self) -> None:
         first, last = self.buckets[self._next]
         part = self.weights.gradient[self.weights.offsets[first] : self.weights.offsets[last]]
-        work = dist.all_reduce(part, async_op=True)
+        with self.ranks.talking():
+            work = dist.all_reduce(part, async_op=True)
         assert work is not None
         self._running.append(work)
         self._next -= 1
@@ -158,6 +175,7 @@ class GradientSum:
         """Send what is left and wait for all of it."""
         while self._next >= 0:
             self._send()
-        for work in self._running:
-            work.wait()
+        with self.ranks.talking():
+            for work in self._running:
+                work.wait()
         self._running.clear()

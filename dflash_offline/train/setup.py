@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dflash_offline import demo, identity, keys
+from dflash_offline.attention import choose_attention
 from dflash_offline.config import DEMO_MODEL, RunConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.dataset import BatchLoader, TrainingOrder, stored_indices
@@ -77,13 +78,6 @@ def choose_device(config: RunConfig, ranks: Ranks) -> torch.device:
     return device
 
 
-def attention_path(config: RunConfig, device: torch.device) -> str:
-    """Resolve ``[train] attention``: what is asked for, or the fastest exact path of the device."""
-    if config.train.attention != "auto":
-        return config.train.attention
-    return "flex" if device.type == "cuda" else "sdpa"
-
-
 def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> Setup:
     """Open corpus and store, build the drafter, load the frozen tables. Every rank does this on its own.
 
@@ -114,7 +108,8 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
     shape = DrafterShape.from_target(facts(folder, config.target.trust_remote_code), config.drafter, wanted, mask_token_id)
     embedding, head = load_embedding_and_head(folder, dtype=dtype, device=device)
     with torch.device(device):
-        drafter = Drafter(shape, attention=attention_path(config, device))
+        path = choose_attention(train.attention, head_dim=shape.head_dim, dtype=dtype, device=device)
+        drafter = Drafter(shape, attention=path)
     drafter.initialise(seed=train.seed)
     if device.type == "cuda" and drafter.attention.compiled:
         drafter.compile_layers()
