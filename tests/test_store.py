@@ -353,6 +353,14 @@ def test_zarrs_reads_the_same(tmp_path):
         assert np.array_equal(array, zarr.open_array(folder / name, mode="r")[...])
 
 
+def test_a_sample_of_very_many_chunks(tmp_path):
+    """More chunks side by side than one system call takes buffers."""
+    samples = rows([5, 26_000])
+    store.create_or_open(tmp_path / "s", identity("bf16"))
+    write_part(tmp_path / "s", "part-00000", samples, "bf16", shard_bytes=10**9)
+    assert same_bits(store.HiddenStateStore(tmp_path / "s")[1].hidden_states(), samples[1].hidden)
+
+
 def test_names_of_parts(tmp_path):
     store.create_or_open(tmp_path, identity())
     with pytest.raises(StoreError, match="no name of a part"):

@@ -72,15 +72,16 @@ class HiddenStateStore:
         verify: ``"sizes"`` compares manifests and file sizes now, ``"deep"`` also checksums a part's files before their
             first use, ``"off"`` neither. Chunk checksums are compared on every read in any case.
         parts: only these parts.
-        threads: read in parallel.
+        threads: read in parallel; None = 4 where there is a GPU to feed, else 1.
 
     Raises:
         StoreError: no store, or a newer format.
         StoreDamagedError: naming part and file.
     """
 
-    def __init__(self, path: Path | str, verify: Verify = "sizes", *, parts: Sequence[str] | None = None, threads: int = 1):
-        self.path, self.verify, self.threads = Path(path), verify, threads
+    def __init__(self, path: Path | str, verify: Verify = "sizes", *, parts: Sequence[str] | None = None, threads: int | None = None):
+        self.path, self.verify = Path(path), verify
+        self.threads = threads or (4 if torch.cuda.is_available() else 1)
         self.attributes = schema.read_attributes(self.path)
         self.identity: dict[str, Any] = self.attributes["identity"]
         entries = schema.read_index(self.path)["parts"]
@@ -100,7 +101,7 @@ class HiddenStateStore:
             if part.manifest["key"] != expected:
                 raise StoreIdentityError(f"{part.folder}: was captured with another identity than the store's; move it away")
         self._edges = np.cumsum([0, *(part.manifest["samples"] for part in self._parts)])
-        self._executor = ThreadPoolExecutor(threads, "store-reader") if threads > 1 else None
+        self._executor = ThreadPoolExecutor(self.threads, "store-reader") if self.threads > 1 else None
         self._by_hash: dict[bytes, int] | None = None
 
     def _unfinished(self, name: str) -> bool:
@@ -271,7 +272,17 @@ class HiddenStateStore:
         return taps
 
     def _allocate(self, tokens: int, num_taps: int, *, pinned: bool) -> dict[str, torch.Tensor]:
-        return {a.name: torch.empty((num_taps, tokens, a.width), dtype=a.torch_dtype, pin_memory=pinned) for a in self.codec.arrays}
+        """``{name: [k, T, W]}`` in one block of memory: large ones are given back whole when the batch is dropped."""
+        starts, end = {}, 0
+        for array in self.codec.arrays:
+            starts[array.name], end = end, end + -(-num_taps * tokens * array.token_bytes // 64) * 64
+        block = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
+        return {
+            array.name: block[starts[array.name] :][: num_taps * tokens * array.token_bytes]
+            .view(array.torch_dtype)
+            .view(num_taps, tokens, array.width)
+            for array in self.codec.arrays
+        }
 
     def _read(self, part: StoredPart, start: int, stop: int, taps: Sequence[int], out: list[np.ndarray]) -> int:
         part.check_content()

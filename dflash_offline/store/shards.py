@@ -26,7 +26,8 @@ from numcodecs.zstd import Zstd
 from dflash_offline.errors import StoreDamagedError
 
 ABSENT = 2**64 - 1
-_READ_BYTES = 4 << 20  # most bytes in one read; the buffer it goes to is kept by the thread
+_READ_BYTES = 4 << 20  # most bytes in one read
+_READ_CHUNKS = 500  # most chunks in one read: two buffers each, and the system takes 1024
 _scratch = threading.local()
 _WINDOW = 64  # chunks compressed at a time, so that a shard is never held twice
 
@@ -234,32 +235,78 @@ class ShardedArray:
         except FileNotFoundError:
             raise StoreDamagedError(f"{path}: the file is missing; tokens {start} to {stop} of its part cannot be read") from None
         try:
-            index, base, total = self._index(shard, descriptor, path), shard * self.shard_tokens, 0
+            index, base = self._index(shard, descriptor, path), shard * self.shard_tokens
             wanted = [(c, t) for c in range((start - base) // size, -(-(stop - base) // size)) for t in range(len(taps))]
-            for run in _adjacent(wanted, [tuple(map(int, index[c, taps[t]])) for c, t in wanted]):
-                offset, length = run[0][1], run[-1][1] + run[-1][2] - run[0][1]
-                buffer = _buffer(length)
-                if run[0][1] == ABSENT or os.preadv(descriptor, [buffer], offset) != length:
-                    raise StoreDamagedError(f"{path}: cut short; chunk {run[0][0]} is not there")
-                total += length
-                for (c, t), at, nbytes in run:
-                    chunk = self._decode(buffer[at - offset : at - offset + nbytes], path, base + c * size, taps[t])
-                    first, last = max(start, base + c * size), min(stop, base + (c + 1) * size)
-                    rows = chunk.reshape(size, -1)[first - base - c * size : last - base - c * size]
-                    out[t, first - start : last - start] = rows
-            return total
+            pieces = []
+            for c, t in wanted:
+                offset, nbytes = map(int, index[c, taps[t]])
+                first, last = max(start, base + c * size), min(stop, base + (c + 1) * size)
+                place = _Piece(path, taps[t], base + c * size, first, last, offset, nbytes, out[t, first - start : last - start])
+                if offset == ABSENT:
+                    raise StoreDamagedError(f"{path}: no chunk for {place}; it has been damaged")
+                pieces.append(place)
+            read = self._read_compressed if self.meta.zstd else self._read_raw
+            return sum(read(descriptor, run) for run in _adjacent(pieces))
         finally:
             os.close(descriptor)
 
-    def _decode(self, raw: np.ndarray, path: Path, token: int, tap: int) -> np.ndarray:
-        body = raw[:-4]
-        if _crc32c(body) == raw[-4:].tobytes():
-            chunk = np.frombuffer(Zstd().decode(body), np.uint8) if self.meta.zstd else body
-            if len(chunk) == self.chunk_bytes:
-                return chunk
-        raise StoreDamagedError(
-            f"{path}: the chunk at tap {tap}, tokens {token} to {token + self.chunk_tokens} does not fit its checksum; it has been damaged"
-        )
+    def _read_raw(self, descriptor: int, run: list["_Piece"]) -> int:
+        """One read that scatters: whole chunks go straight to where they are wanted, the others by way of the scratch."""
+        checks, buffers, bodies = np.empty((len(run), 4), np.uint8), [], []
+        spare = _buffer(2 * self.chunk_bytes * (1 + self.meta.shape[1]))
+        for i, piece in enumerate(run):
+            if piece.nbytes != self.chunk_bytes + 4:
+                raise StoreDamagedError(f"{piece.path}: the chunk of {piece} has {piece.nbytes} bytes, not {self.chunk_bytes + 4}")
+            if piece.last - piece.first < self.chunk_tokens:
+                body, spare = spare[: self.chunk_bytes], spare[self.chunk_bytes :]
+            else:
+                body = piece.out.reshape(-1)
+            bodies.append(body)
+            buffers += [body, checks[i]]
+        length = sum(piece.nbytes for piece in run)
+        if os.preadv(descriptor, buffers, run[0].offset) != length:
+            raise StoreDamagedError(f"{run[0].path}: cut short before the end of {run[-1]}")
+        for piece, body, check in zip(run, bodies, checks, strict=True):
+            if _crc32c(body) != check.tobytes():
+                raise piece.damaged()
+            if piece.last - piece.first < self.chunk_tokens:
+                piece.out[:] = body.reshape(self.chunk_tokens, -1)[piece.first - piece.token : piece.last - piece.token]
+        return length
+
+    def _read_compressed(self, descriptor: int, run: list["_Piece"]) -> int:
+        length = sum(piece.nbytes for piece in run)
+        buffer = _buffer(length)
+        if os.preadv(descriptor, [buffer], run[0].offset) != length:
+            raise StoreDamagedError(f"{run[0].path}: cut short before the end of {run[-1]}")
+        for piece in run:
+            raw, buffer = buffer[: piece.nbytes], buffer[piece.nbytes :]
+            if _crc32c(raw[:-4]) != raw[-4:].tobytes():
+                raise piece.damaged()
+            chunk = np.frombuffer(Zstd().decode(raw[:-4]), np.uint8)
+            if len(chunk) != self.chunk_bytes:
+                raise piece.damaged()
+            piece.out[:] = chunk.reshape(self.chunk_tokens, -1)[piece.first - piece.token : piece.last - piece.token]
+        return length
+
+
+@dataclass
+class _Piece:
+    """What is wanted of one chunk: tokens ``first`` to ``last`` of a tap, into ``out``."""
+
+    path: Path
+    tap: int
+    token: int  # first of the chunk
+    first: int
+    last: int
+    offset: int  # of the chunk in the file
+    nbytes: int
+    out: np.ndarray  # uint8 [last - first, bytes of a token]
+
+    def __str__(self) -> str:
+        return f"tap {self.tap}, tokens from {self.token}"
+
+    def damaged(self) -> StoreDamagedError:
+        return StoreDamagedError(f"{self.path}: the chunk of {self} does not fit its checksum; it has been damaged")
 
 
 def _buffer(length: int) -> np.ndarray:
@@ -270,13 +317,16 @@ def _buffer(length: int) -> np.ndarray:
     return held[:length]
 
 
-def _adjacent(wanted: Iterable[tuple[int, int]], places: Iterable[tuple[int, int]]) -> Iterator[list[tuple[tuple[int, int], int, int]]]:
+def _adjacent(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     """Group chunks that lie one after another in the file: each group is one read."""
-    run: list[tuple[tuple[int, int], int, int]] = []
-    for key, (offset, nbytes) in zip(wanted, places, strict=True):
-        if run and (offset != run[-1][1] + run[-1][2] or offset + nbytes - run[0][1] > _READ_BYTES):
+    run: list[_Piece] = []
+    for piece in pieces:
+        if run and piece.offset != run[-1].offset + run[-1].nbytes:
             yield run
             run = []
-        run.append((key, offset, nbytes))
+        elif run and (len(run) == _READ_CHUNKS or piece.offset + piece.nbytes - run[0].offset > _READ_BYTES):
+            yield run
+            run = []
+        run.append(piece)
     if run:
         yield run
