@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from small_store import (
 
 from dflash_offline import store
 from dflash_offline.codecs import CODECS, make_codec
-from dflash_offline.errors import StoreError, StoreIdentityError
+from dflash_offline.errors import StoreDamagedError, StoreError, StoreIdentityError
 from dflash_offline.store.shards import ShardedArray
 
 
@@ -235,6 +236,48 @@ def test_readers_share_a_store_between_threads(tmp_path):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def _read_all(opened, everything):
+    batch = opened.read_encoded(list(range(len(everything)))).decode()
+    assert same_bits(batch, torch.cat([row.hidden.flatten(1) for row in everything]))
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_worker_processes_read_what_the_parent_has_open(tmp_path, method):
+    everything = make_store(tmp_path / "s")
+    with store.HiddenStateStore(tmp_path / "s", threads=2) as opened, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forking with threads; that is what is tried here
+        _read_all(opened, everything)
+        children = [multiprocessing.get_context(method).Process(target=_read_all, args=(opened, everything)) for _ in range(2)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(60)
+            assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("codec", ["int8", "int6", "int4"])
+def test_codes_compressed_as_well(tmp_path, codec):
+    everything = make_store(tmp_path / "s", codec, zstd=True)
+    assert zarr.open_array(tmp_path / "s" / "part-00000" / "codes", mode="r").shape[0] == sum(LENGTHS)
+    opened = store.HiddenStateStore(tmp_path / "s")
+    for i, row in enumerate(everything):
+        assert same_bits(opened[i].hidden_states(), expected(codec, row))
+    assert next(array for array in store.summary(opened)["arrays"] if array["name"] == "codes")["zstd"]
+
+
+def test_a_lost_index_is_made_again_from_whole_parts(tmp_path):
+    make_store(tmp_path)
+    (tmp_path / "index.json").unlink()
+    with pytest.raises(StoreDamagedError, match="index.json is missing and parts are there"):
+        store.create_or_open(tmp_path, identity())
+    path = tmp_path / "part-00001" / "buckets" / "c" / "0"
+    whole = path.read_bytes()
+    path.write_bytes(whole[::-1])
+    assert store.rebuild_index(tmp_path) == ["part-00000"]
+    path.write_bytes(whole)
+    assert store.rebuild_index(tmp_path) == ["part-00000", "part-00001"] and store.verify(tmp_path) == []
 
 
 def test_committed_hashes_name_part_and_index(tmp_path):

@@ -7,8 +7,9 @@ same order (``div_rn``, no ``x / y``, which Triton makes approximate), sums nowh
 fused multiply-adds has nothing to act on. ``tests/test_codecs_gpu.py`` compares them.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -43,6 +44,25 @@ def _decode_planes(high, low, out, tokens, taps, hidden, ROW: tl.constexpr):
         tl.store(out + target + channel, ((upper << 8) | lower).to(tl.int16), inside)
 
 
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments: Any) -> Any:
+        tensor = next(value for argument in arguments for value in _tensors(argument))
+        with torch.cuda.device_of(tensor):
+            return function(*arguments)
+
+    return wrapped
+
+
+def _tensors(argument: Any) -> list[torch.Tensor]:
+    if isinstance(argument, dict):
+        return list(argument.values())
+    return [argument] if isinstance(argument, torch.Tensor) else []
+
+
+@_on_its_device
 def decode_planes(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """uint8 ``[k, T, H]`` twice -> bf16 ``[T, k, H]``."""
     taps, tokens, hidden = high.shape
@@ -111,6 +131,7 @@ def _decode_groups(
     tl.store(out + (token[:, None] * taps + tap) * hidden + channel[None, :], result, inside)
 
 
+@_on_its_device
 def decode_quantised(codec: "QuantisedCodec", encoded: dict[str, torch.Tensor], taps: Sequence[int] | None) -> torch.Tensor:
     """``QuantisedCodec.decode`` on a CUDA device."""
     codes, scales = encoded["codes"].contiguous(), encoded["scales"].contiguous().view(torch.bfloat16)
@@ -234,6 +255,7 @@ def _encode_groups(
         tl.store(packed + quarter[None, :], (first | (second << 2) | (third << 4) | (fourth << 6)).to(tl.uint8), inside)
 
 
+@_on_its_device
 def encode_quantised(codec: "QuantisedCodec", hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
     """``QuantisedCodec.encode`` on a CUDA device: bf16 ``[T, K, H]`` -> ``{name: [K, T, W]}``."""
     hidden_states, constants = hidden_states.contiguous(), codec.on_device(hidden_states.device, None)

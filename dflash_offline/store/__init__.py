@@ -19,7 +19,7 @@ Reading order::
 from dflash_offline.store.batch import EncodedBatch
 from dflash_offline.store.inspect import details, diff, environment_notes, samples, stats, summary, unfinished
 from dflash_offline.store.reader import HiddenStateStore, StoredSample, committed_hashes
-from dflash_offline.store.schema import check_identity, committed_parts, create_or_open
+from dflash_offline.store.schema import check_identity, committed_parts, create_or_open, rebuild_index
 from dflash_offline.store.verify import Problem, verify
 from dflash_offline.store.writer import PartWriter
 
@@ -36,6 +36,7 @@ __all__ = [
     "details",
     "diff",
     "environment_notes",
+    "rebuild_index",
     "samples",
     "stats",
     "summary",

@@ -55,8 +55,8 @@ class PartShape:
         return (self.shard_tokens if array.bulk else self.num_tokens + self.chunk_tokens - 1) // self.chunk_tokens
 
     def new_buffer(self, array: EncodedArray) -> np.ndarray:
-        """Zeros for one shard: uint8 ``[C, K, chunk bytes]``."""
-        return np.zeros((self.shard_chunks(array), self.num_taps, self.chunk_tokens * array.token_bytes), np.uint8)
+        """Memory for one shard: uint8 ``[C, K, chunk bytes]``. Not cleared: numpy's ``empty`` comes in huge pages, ``zeros`` does not."""
+        return np.empty((self.shard_chunks(array), self.num_taps, self.chunk_tokens * array.token_bytes), np.uint8)
 
     def copy_rows(self, rows: np.ndarray, buffer: np.ndarray, first: int) -> None:
         """Put ``rows`` [K, t, W] into the chunks of a shard's buffer, from its token ``first`` on."""
@@ -67,6 +67,13 @@ class PartShape:
             count = min(raw.shape[1] - done, size - row)
             view[chunk, :, row : row + count] = raw[:, done : done + count]
             done += count
+
+    def clear_tail(self, buffer: np.ndarray, tokens: int) -> int:
+        """Zero what lies behind the last token of the last chunk in use; returns the number of chunks in use."""
+        chunks = -(-tokens // self.chunk_tokens)
+        if tail := chunks * self.chunk_tokens - tokens:
+            buffer.reshape(len(buffer), self.num_taps, self.chunk_tokens, -1)[chunks - 1, :, -tail:] = 0
+        return chunks
 
 
 def write_metadata(folder: Path, codec: Codec, shape: PartShape) -> None:
@@ -111,6 +118,7 @@ def write_small_arrays(folder: Path, codec: Codec, shape: PartShape, journal: Jo
         if not array.bulk:
             rows, chunks = journal.spool(array.name, array.dtype, (shape.num_taps, array.width)), shape.new_buffer(array)
             shape.copy_rows(rows.swapaxes(0, 1), chunks, 0)
+            shape.clear_tail(chunks, len(rows))
             path = folder / array.name / "c" / "0" / "0" / "0"
             write_shard(path, chunks, shard_chunks=len(chunks), zstd=array.zstd, executor=executor)
 

@@ -12,7 +12,7 @@ T tokens of a sample, K taps, k selected taps, H hidden size.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,8 +102,19 @@ class HiddenStateStore:
             if part.manifest["key"] != expected:
                 raise StoreIdentityError(f"{part.folder}: was captured with another identity than the store's; move it away")
         self._edges = np.cumsum([0, *(part.manifest["samples"] for part in self._parts)])
-        self._executor = ThreadPoolExecutor(self.threads, "store-reader") if self.threads > 1 else None
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
         self._by_hash: dict[bytes, int] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (self.path, self.verify, self.parts, self.threads)  # a worker process opens it again
+
+    def _map(self) -> Callable[..., Any]:
+        """``map``, in this process's own threads: those of the parent do not come along in a fork."""
+        if self.threads == 1:
+            return map
+        if self._pool is None or self._pool[0] != os.getpid():
+            self._pool = os.getpid(), ThreadPoolExecutor(self.threads, "store-reader")
+        return self._pool[1].map
 
     def _unfinished(self, name: str) -> bool:
         return (self.path / f"{name}.partial" / manifest.MANIFEST).exists()  # about to be renamed by its writer
@@ -254,8 +265,7 @@ class HiddenStateStore:
             first, last = int(part.offsets[index]), int(part.offsets[index + 1])
             return self._read(part, first, last, taps, [view[:, edges[i] : edges[i + 1]] for view in views])
 
-        work = map if self._executor is None else self._executor.map
-        num_bytes = sum(work(read, range(len(located))))
+        num_bytes = sum(self._map()(read, range(len(located))))
         ids, masks = [], []
         for part, index in located:
             rows = slice(int(part.offsets[index]), int(part.offsets[index + 1]))
@@ -295,14 +305,19 @@ class HiddenStateStore:
 
     def close(self) -> None:
         """Stop the reading threads."""
-        if self._executor is not None:
-            self._executor.shutdown()
+        pool, self._pool = self._pool, None
+        if pool is not None and pool[0] == os.getpid():
+            pool[1].shutdown()
 
     def __enter__(self) -> "HiddenStateStore":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _open(path: Path, verify: Verify, parts: list[str], threads: int) -> HiddenStateStore:
+    return HiddenStateStore(path, verify, parts=parts, threads=threads)
 
 
 def _bytes(array: torch.Tensor) -> np.ndarray:

@@ -99,6 +99,8 @@ def create_or_open(store_path: Path | str, identity: dict[str, Any]) -> None:
 
 
 def _create(root: Path, identity: dict[str, Any]) -> None:
+    if any(PART_NAME.fullmatch(path.name) for path in root.iterdir()):
+        raise StoreDamagedError(f"{root}: {INDEX} is missing and parts are there; restore it, or call dflash_offline.store.rebuild_index")
     attributes = {"format": FORMAT, "format_version": FORMAT_VERSION, "reader_needed": READER_NEEDED, "identity": identity}
     manifest.write_json(root / GROUP_FILE, {"zarr_format": 3, "node_type": "group", "attributes": attributes})
     group = root / GROUP_FILE
@@ -176,6 +178,30 @@ def write_index(root: Path, index: dict[str, Any]) -> None:
     """Replace the index, its digest made anew. Call with ``locked(root / LOCK)`` held."""
     content = {name: value for name, value in index.items() if name != "digest"}
     manifest.write_json(Path(root) / INDEX, {**content, "digest": manifest.digest(content)})
+
+
+def rebuild_index(store_path: Path | str) -> list[str]:
+    """Make the index anew from the parts whose every file is as its manifest says; returns their names.
+
+    For a store whose index was lost. Parts that are not whole stay where they are and are captured again.
+    """
+    root = Path(store_path)
+    read_attributes(root)
+    group, parts = root / GROUP_FILE, {}
+    with locked(root / LOCK):
+        for folder in sorted((path for path in root.iterdir() if PART_NAME.fullmatch(path.name)), key=lambda path: part_key(path.name)):
+            with contextlib.suppress(DFlashError):
+                found = manifest.read_manifest(folder, kind=PART_KIND)
+                if found["name"] == folder.name and not manifest.damaged_files(folder, found, deep=True):
+                    parts[folder.name] = index_entry(found)
+        write_index(root, {"group": [group.stat().st_size, manifest.checksum(group)], "parts": parts})
+    return list(parts)
+
+
+def index_entry(found: dict[str, Any]) -> dict[str, Any]:
+    """What the index says of a part with this manifest."""
+    num_bytes = sum(size for size, _ in found["files"].values())
+    return {"manifest": found["digest"], "bytes": num_bytes, **{name: found[name] for name in ("samples", "tokens", "constants")}}
 
 
 def check_constants(index: dict[str, Any], constants: str, root: Path) -> None:

@@ -28,7 +28,9 @@ class Stager:
         encoded = {**self.codec.encode(hidden), "": token_rms(hidden)}
         if not hidden.is_cuda:
             return lambda: _split({name: array.numpy() for name, array in encoded.items()})
-        side = self._streams.setdefault(hidden.device, torch.cuda.Stream(hidden.device))
+        if hidden.device not in self._streams:
+            self._streams[hidden.device] = torch.cuda.Stream(hidden.device)
+        side = self._streams[hidden.device]
         side.wait_stream(torch.cuda.current_stream(hidden.device))
         with torch.cuda.stream(side):
             copies = {

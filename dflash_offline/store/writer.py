@@ -115,7 +115,8 @@ class PartWriter:
             self._publish()  # killed between manifest and rename
         if (self.target / manifest.MANIFEST).exists():
             self.journal.clear()
-            self.already_committed, self.resume_sample = True, self.shape.num_samples
+            self.already_committed = True
+            self.resume_sample = self._appended = self.shape.num_samples
             return
         schema.check_constants(schema.read_index(self.root), self.codec.constants_digest, self.root)
         if self.target.exists():
@@ -238,11 +239,9 @@ class PartWriter:
         self._rows = {name: [] for name in self._rows}
 
     def _write_shard(self, shard: int, buffers: list[np.ndarray], noted: dict[str, Any]) -> None:
-        tokens, size, files = noted["tokens"] - shard * self.shape.shard_tokens, self.shape.chunk_tokens, {}
-        chunks = -(-tokens // size)
+        tokens, files = noted["tokens"] - shard * self.shape.shard_tokens, {}
         for array, buffer in zip(self.bulk, buffers, strict=True):
-            if tail := chunks * size - tokens:  # rows of an earlier shard must not show behind the last token
-                buffer.reshape(len(buffer), self.shape.num_taps, size, -1)[chunks - 1, :, -tail:] = 0
+            chunks = self.shape.clear_tail(buffer, tokens)  # rows of an earlier shard must not show behind the last token
             path = self.partial / array.name / "c" / str(shard) / "0" / "0"
             written = write_shard(path, buffer[:chunks], shard_chunks=len(buffer), zstd=array.zstd, executor=self._compressor)
             for folder in (path.parent, path.parent.parent, path.parent.parent.parent):
@@ -295,12 +294,10 @@ class PartWriter:
     def _publish(self) -> None:
         """List the part in the index, then rename it. In this order a kill in between leaves nothing unlisted."""
         found = manifest.read_manifest(self.partial, kind=schema.PART_KIND)
-        num_bytes = sum(size for size, _ in found["files"].values())
         with schema.locked(self.root / schema.LOCK):
             index = schema.read_index(self.root)
             schema.check_constants(index, found["constants"], self.root)
-            entry = {name: found[name] for name in ("samples", "tokens", "constants")}
-            index["parts"][self.name] = {"manifest": found["digest"], "bytes": num_bytes, **entry}
+            index["parts"][self.name] = schema.index_entry(found)
             schema.write_index(self.root, index)
         self.partial.rename(self.target)
         manifest.fsync_folder(self.root)
