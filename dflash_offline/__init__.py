@@ -9,6 +9,7 @@ What a run is
     ``errors``      every error a user can mend, as a tree
 
 Phase 1: conversations -> hidden states
+    ``regenerate``  the target writes the answers itself                  stage ``python -m dflash_offline.regenerate``
     ``corpus``      conversations, chat template, loss mask, buckets      stage ``python -m dflash_offline.corpus``
     ``plan``        which rows are still to be captured, in parts and batches
     ``target``      load a target model and tap its layers

@@ -9,6 +9,7 @@ what is allowed or what to do next: ``run.toml: [train]: unknown key 'lrr'; did 
      x ConfigError            the run file
      x CorpusError            conversation files, chat template, loss mask
      x TargetError            the target model's folder, shape or weights
+     x RegenerateError        answers written anew: prompts, servers, the target as writer
      x StoreError             the hidden-state store
        + StoreIdentityError   it holds another target, tokenizer, template, layer set, dtype or codec
        + StoreDamagedError    bytes are missing, extra or changed
@@ -37,6 +38,10 @@ class CorpusError(DFlashError):
 
 class TargetError(DFlashError):
     """The target model cannot be found, loaded or tapped."""
+
+
+class RegenerateError(DFlashError):
+    """Answers cannot be written anew: no prompt is usable, or whoever should answer does not."""
 
 
 class StoreError(DFlashError):

@@ -4,19 +4,21 @@ A key is part of the stage's output path, so a changed input is another output a
 again. GPUs, numbers of workers, log intervals and paths are in no key. A stage's key holds the key of the stage
 before it, so a setting of a later stage never touches an earlier one.
 
-=========  ==========================================================================================
-stage      in its key
-=========  ==========================================================================================
-corpus     content of the conversation files; tokenizer, template and its options; [corpus] except
-           tokens_per_batch, strict, workers
-capture    target's config and weights; tokenizer, template; layer ids; [target] dtype; [store] codec,
-           zstd, store_last_hidden. Not the corpus: rows are addressed by content inside the store
-train      corpus, capture; [drafter] (target_layer_ids resolved: writing the default out changes nothing);
-           [train] except the settings in ``NOT_IN_TRAIN_KEY``
-export     train; [export]
-evaluate   train; [evaluate] except gpus; content of the prompt files
-report     export, evaluate
-=========  ==========================================================================================
+==========  ==========================================================================================
+stage       in its key
+==========  ==========================================================================================
+regenerate  content of the prompt files; target's config and weights; tokenizer, template; [corpus] roles;
+            with the transformers back end [target] dtype; [regenerate] except ``NOT_IN_REGENERATE_KEY``
+corpus      content of the conversation files, or the regenerate key; tokenizer, template and its options; [corpus] except
+            tokens_per_batch, strict, workers
+capture     target's config and weights; tokenizer, template; layer ids; [target] dtype; [store] codec,
+            zstd, store_last_hidden. Not the corpus: rows are addressed by content inside the store
+train       corpus, capture; [drafter] (target_layer_ids resolved: writing the default out changes nothing);
+            [train] except the settings in ``NOT_IN_TRAIN_KEY``
+export      train; [export]
+evaluate    train; [evaluate] except gpus; content of the prompt files
+report      export, evaluate
+==========  ==========================================================================================
 """
 
 from dflash_offline import identity
@@ -24,6 +26,19 @@ from dflash_offline.config import RunConfig
 
 FORMAT = 1  # raised when a stage's output changes meaning, so that old outputs are not taken for new ones
 
+NOT_IN_REGENERATE_KEY = {  # where and how fast, not what is asked; prompts go in by content
+    "prompts",
+    "base_urls",
+    "api_key_env",
+    "concurrency",
+    "retries",
+    "retry_wait_s",
+    "timeout_s",
+    "gpus",
+    "replicas",
+    "batch",
+    "part_rows",
+}
 NOT_IN_CORPUS_KEY = {"files", "tokens_per_batch", "strict", "workers", "chat_template"}  # files and template go in by content
 NOT_IN_TRAIN_KEY = {
     "gpus",
@@ -39,9 +54,23 @@ NOT_IN_TRAIN_KEY = {
 }
 
 
+def regenerate_key(config: RunConfig) -> str:
+    """Key of the answers that the target writes anew."""
+    section = config.regenerate
+    prompts = identity.files_identity(config, config.files(section.prompts, where="[regenerate] prompts"))
+    dtype = config.target.dtype if section.backend == "transformers" else None
+    options = section.model_dump(mode="json", exclude=NOT_IN_REGENERATE_KEY)
+    who = [identity.target_identity(config), identity.tokenizer_identity(config), dtype]
+    return identity.short(["regenerate", FORMAT, prompts, who, config.corpus.roles, options])
+
+
 def corpus_key(config: RunConfig) -> str:
-    """Key of the tokenised corpus."""
-    files = identity.files_identity(config, config.files(config.corpus.files, where="[corpus] files"))
+    """Key of the tokenised corpus. Regenerated answers go in by their own key, so that it is known before they are there."""
+    files: list[str] | dict[str, str]
+    if config.regenerates:
+        files = {"regenerated": regenerate_key(config)}
+    else:
+        files = identity.files_identity(config, config.files(config.corpus.files, where="[corpus] files"))
     options = config.corpus.model_dump(mode="json", exclude=NOT_IN_CORPUS_KEY)
     return identity.short(["corpus", FORMAT, files, identity.tokenizer_identity(config), options])
 

@@ -3,6 +3,7 @@
 ::
 
     ROOT/
+      regenerations/REGENERATE_KEY/     answers written by the target itself, part by part; manifest.json
       corpora/CORPUS_KEY/               token ids, loss masks, buckets of every conversation; manifest.json
       captures/CAPTURE_KEY/
         hidden_states.zarr/             the store: one group per committed part, shared by every corpus
@@ -27,6 +28,9 @@ class Layout:
     """Paths of a run. Holds no state and creates nothing."""
 
     root: Path
+
+    def regeneration(self, regenerate_key: str) -> Path:
+        return self.root / "regenerations" / regenerate_key
 
     def corpus(self, corpus_key: str) -> Path:
         return self.root / "corpora" / corpus_key

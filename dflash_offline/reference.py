@@ -29,6 +29,9 @@ _SHOWN: dict[str, dict[str, Any]] = {
     "export": {"formats": None},
 }
 
+# sections that are there as a comment from end to end, with the values that stand for an example
+_COMMENTED: dict[str, dict[str, Any]] = {"regenerate": {"prompts": ["prompts-train/*.jsonl"]}}
+
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _HEAD = """\
 # Run file of dflash_offline for a machine with eight GPUs: the target captures on GPUs 0-4, the drafter trains on 5-7.
@@ -69,9 +72,10 @@ def commented_run_file() -> str:
     root = RunConfig.model_fields["root"]
     parts = [_HEAD, f"\n# {root.description}\nroot = {toml_text(root.default)}\n"]
     for name, section in _sections().items():
-        parts.append(f"\n[{name}]\n# {(section.__doc__ or '').strip()}\n")
+        shown, example = _SHOWN.get(name, {}), _COMMENTED.get(name, {})
+        parts.append(f"\n{'# ' if name in _COMMENTED else ''}[{name}]\n# {(section.__doc__ or '').strip()}\n")
         for key, field in section.model_fields.items():
-            parts.append(_entry(key, field, shown=key in _SHOWN[name], value=_SHOWN[name].get(key)))
+            parts.append(_entry(key, field, shown=key in shown, value=shown.get(key, example.get(key))))
     return "".join(parts)
 
 

@@ -17,6 +17,7 @@ from dflash_offline.manifest import read_json
 from dflash_offline.reference import toml_text
 
 _PROMPTS, _NEW_TOKENS, _HELDOUT = 2, 32, 4
+_ANSWER_TOKENS = 128  # of a regenerated answer
 
 
 def run_smoke(config: RunConfig, *, rows: int, steps: int, keep: bool, say: Callable[[str], None]) -> None:
@@ -55,11 +56,12 @@ def run_smoke(config: RunConfig, *, rows: int, steps: int, keep: bool, say: Call
 
 
 def take_rows(config: RunConfig, count: int, destination: Path) -> int:
-    """Copy up to ``count`` conversations, spread evenly over the files, to a JSON lines file; returns how many."""
+    """Copy up to ``count`` conversations (prompts with [regenerate]), spread evenly over the files; returns how many."""
     from dflash_offline.corpus import RowRejected, corpus_files
     from dflash_offline.corpus.reading import decode_block, read_file
+    from dflash_offline.regenerate import prompt_files
 
-    files = [path for path in corpus_files(config) if path.stat().st_size]
+    files = [path for path in (prompt_files(config) if config.regenerates else corpus_files(config)) if path.stat().st_size]
     taken: list[Any] = []
     for number, path in enumerate(files):
         wanted = -(-(count - len(taken)) // (len(files) - number))
@@ -70,7 +72,8 @@ def take_rows(config: RunConfig, count: int, destination: Path) -> int:
                 taken.append(row)
                 wanted -= 1
     if not taken:
-        raise CorpusError(f"{config.source.name}: [corpus] files hold no conversation")
+        where = "[regenerate] prompts hold no row" if config.regenerates else "[corpus] files hold no conversation"
+        raise CorpusError(f"{config.source.name}: {where}")
     with destination.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in taken)
     return len(taken)
@@ -84,7 +87,11 @@ def reduced_run_file(config: RunConfig, *, corpus: Path, rows: int, steps: int) 
     if target["model"] != DEMO_MODEL and config.path(target["model"]).exists():
         target["model"] = str(config.path(target["model"]))
     section = sections["corpus"]
-    section["files"] = [str(corpus)]
+    if config.regenerates:
+        answers = min(_ANSWER_TOKENS, config.regenerate.max_new_tokens)
+        sections["regenerate"] |= {"prompts": [str(corpus)], "max_new_tokens": answers}
+    else:
+        section["files"] = [str(corpus)]
     section["heldout_fraction"] = max(config.corpus.heldout_fraction, min(0.5, _HELDOUT / rows))
     if config.corpus.chat_template is not None:
         section["chat_template"] = str(config.path(config.corpus.chat_template))

@@ -69,7 +69,7 @@ def read_status(config: RunConfig) -> Status:
     warnings: list[str] = []
     stages: list[Stage] = []
     capture_key = corpus_key = train_key = None
-    for name, key_of, folder_of in _stages(layout):
+    for name, key_of, folder_of in _stages(layout, regenerates=config.regenerates):
         try:
             key = key_of(config)
         except DFlashError as error:
@@ -100,8 +100,9 @@ def read_status(config: RunConfig) -> Status:
     return Status(str(layout.root), stages, processes, _gpus(), training, warnings)
 
 
-def _stages(layout: Layout) -> list[tuple[str, Callable[[RunConfig], str], Callable[[str], Path]]]:
+def _stages(layout: Layout, *, regenerates: bool) -> list[tuple[str, Callable[[RunConfig], str], Callable[[str], Path]]]:
     return [
+        *([("regenerate", keys.regenerate_key, layout.regeneration)] if regenerates else []),
         ("corpus", keys.corpus_key, layout.corpus),
         ("capture", keys.capture_key, layout.capture),
         ("train", keys.train_key, layout.drafter),

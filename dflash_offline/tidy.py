@@ -18,6 +18,7 @@ from dflash_offline.manifest import MANIFEST
 _KEY = re.compile(r"[0-9a-f]{16}")
 # folder under the root -> what marks an entry of it as ours
 _OURS: dict[str, set[str]] = {
+    "regenerations": {MANIFEST, "plan.json", "parts"},
     "corpora": {MANIFEST, "input_ids.bin"},
     "captures": {"hidden_states.zarr", "plans", "leases"},
     "drafters": {MANIFEST, "checkpoints", "metrics.jsonl", "drafter", "tensorboard"},
@@ -25,7 +26,7 @@ _OURS: dict[str, set[str]] = {
     "evaluations": {MANIFEST, "results.json"},
     "reports": {MANIFEST, "report.md", "report.html"},
 }
-STAGES = ("corpus", "capture", "train", "export", "evaluate", "report")
+STAGES = ("regenerate", "corpus", "capture", "train", "export", "evaluate", "report")
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,12 @@ def reset_plan(config: RunConfig, stage: str) -> list[Removal]:
     """What makes a stage of this run file incomplete again: its manifest, so that it is made anew in its place.
 
     ``train`` also loses its checkpoints, else it would at once be complete again; ``capture`` loses the store and its
-    plans, for every corpus that was captured into it.
+    plans, for every corpus that was captured into it; ``regenerate`` loses every answer.
     """
     layout = Layout(config.root_dir)
-    if stage == "corpus":
+    if stage == "regenerate":
+        paths = [layout.regeneration(keys.regenerate_key(config))] if config.regenerates else []
+    elif stage == "corpus":
         paths = [layout.corpus(keys.corpus_key(config)) / MANIFEST]
     elif stage == "capture":
         paths = [layout.capture(keys.capture_key(config))]
@@ -83,6 +86,7 @@ def prune_plan(configs: list[RunConfig], *, store: bool = False, checkpoints: bo
     if any(config.root_dir != layout.root for config in configs):
         raise DFlashError("prune: the run files have different roots; name those of one root at a time")
     needed: dict[str, set[str]] = {
+        "regenerations": {keys.regenerate_key(config) for config in configs if config.regenerates},
         "corpora": {keys.corpus_key(config) for config in configs},
         "captures": {keys.capture_key(config) for config in configs},
         "drafters": {keys.train_key(config) for config in configs},

@@ -13,6 +13,7 @@ from pipelines.tasks import (
     EvaluateDrafter,
     ExportDrafter,
     PrepareCorpus,
+    RegenerateResponses,
     TrainDrafter,
     WriteReport,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "EvaluateDrafter",
     "ExportDrafter",
     "PrepareCorpus",
+    "RegenerateResponses",
     "TrainDrafter",
     "WriteReport",
 ]

@@ -2,6 +2,7 @@
 
 ::
 
+    RegenerateResponses    with [regenerate] in the run file: the target writes the answers; replicas together
     PrepareCorpus          conversations -> token ids, loss masks, buckets; and the plan of what to capture
       CaptureReplica x N   one target-model process each; together they fill the store, part by part
         CaptureHiddenStates
@@ -35,11 +36,39 @@ def plan_key(config: RunConfig) -> str:
     return f"{keys.capture_key(config)}-{keys.corpus_key(config)}"
 
 
+class RegenerateResponses(RunTask):
+    """The target, or servers that run it, answer prompts. Processes share the parts; what is answered is never asked again."""
+
+    stage = "regenerate"
+    task_key = staticmethod(keys.regenerate_key)
+
+    def output(self) -> luigi.LocalTarget:
+        return target(self.layout.regeneration(self.key) / MANIFEST)
+
+    def jobs(self) -> list[Job]:
+        gpus = regenerate_gpus(self.run_config)
+        return [
+            stage_job(
+                self,
+                "regenerate",
+                key=self.key,
+                name=f"regenerate-{replica}",
+                options=["--replica", str(replica), "--replicas", str(len(gpus))],
+                gpu=gpu,
+                peers=len(gpus),
+            )
+            for replica, gpu in enumerate(gpus)
+        ]
+
+
 class PrepareCorpus(RunTask):
     """Tokenise the conversations, and plan which of them the store still lacks."""
 
     stage = "corpus"
     task_key = staticmethod(plan_key)
+
+    def requires(self) -> list[luigi.Task]:
+        return [RegenerateResponses(config=self.config)] if self.run_config.regenerates else []
 
     def output(self) -> list[luigi.LocalTarget]:
         corpus, capture = self.stage_key(keys.corpus_key), self.stage_key(keys.capture_key)
@@ -227,6 +256,15 @@ def shown(path: Path) -> str:
 def capture_gpus(config: RunConfig) -> list[str | None]:
     """The GPU of each replica."""
     return resolve(config.target.gpus, config.target.replicas, where="[target] gpus")
+
+
+def regenerate_gpus(config: RunConfig) -> list[str | None]:
+    """The GPU of each process that answers; servers are asked by one process."""
+    section = config.regenerate
+    if section.backend == "server":
+        return [None]
+    gpus, where = (config.target.gpus, "[target] gpus") if section.gpus is None else (section.gpus, "[regenerate] gpus")
+    return resolve(gpus, section.replicas, where=where)
 
 
 def evaluate_gpus(config: RunConfig) -> Gpus:

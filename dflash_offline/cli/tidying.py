@@ -6,7 +6,7 @@ import click
 
 from dflash_offline.cli.options import bytes_text, config_option, echo_json, json_option, load_run, table
 
-_STAGES = ("corpus", "capture", "train", "export", "evaluate", "report")
+_STAGES = ("regenerate", "corpus", "capture", "train", "export", "evaluate", "report")
 
 
 @click.command()

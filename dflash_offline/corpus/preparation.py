@@ -18,6 +18,7 @@ from dflash_offline.corpus.workers import available_cores, run_ordered
 from dflash_offline.errors import CorpusError
 from dflash_offline.manifest import MANIFEST, write_manifest
 from dflash_offline.progress import Progress
+from dflash_offline.regenerate.parts import answer_files
 
 # Starting a worker takes about two seconds, as long as one core needs for this many bytes of conversations.
 _BYTES_PER_WORKER = 2 << 20
@@ -134,7 +135,10 @@ def corpus_files(config: RunConfig) -> list[Path]:
     Raises:
         ConfigError: a pattern matches no file.
         CorpusError: nothing but such files is there.
+        RegenerateError: the answers are to be written by the target first.
     """
+    if config.regenerates:
+        return answer_files(config)
     paths = config.files(config.corpus.files, where="[corpus] files")
     named = {config.path(pattern) for pattern in config.corpus.files}
     kept = [path for path in paths if path in named or is_data(path)]

@@ -83,19 +83,9 @@ def parse_row(row: Any, *, roles: Mapping[str, str] | None = None, drop_answers:
     Raises:
         RowRejected: it holds no conversation that can be trained on.
     """
-    fields: dict[str, Any] = row if isinstance(row, dict) else {}
-    if any(_given(fields.get(name)) for name in _MEDIA_COLUMNS):
-        raise RowRejected("multimodal", f"the row has a column {next(name for name in _MEDIA_COLUMNS if _given(fields.get(name)))!r}")
-    raw = row if isinstance(row, list) else _message_list(row)
-    known = ROLES if not roles else {**ROLES, **roles}
     notes: list[str] = []
-    messages, trained = _messages(raw, known, notes)
-    system = fields.get("system", fields.get("system_prompt"))
-    if isinstance(system, str) and system.strip() and not (messages and messages[0]["role"] == "system"):
-        messages.insert(0, {"role": "system", "content": system})
-        trained.insert(0, False)
-    if not messages:
-        raise RowRejected("empty conversation")
+    raw, messages, trained = _read(row, roles, notes)
+    fields: dict[str, Any] = row if isinstance(row, dict) else {}
     first_user = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
     leading = {i for i in range(first_user) if messages[i]["role"] == "assistant"}
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant" and i not in leading), default=-1)
@@ -123,6 +113,31 @@ def parse_row(row: Any, *, roles: Mapping[str, str] | None = None, drop_answers:
         source=source if isinstance(source, str) else None,
         notes=notes,
     )
+
+
+def read_messages(row: Any, *, roles: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """The messages of a row as they stand, whoever speaks last; a ``system`` field comes first.
+
+    Raises:
+        RowRejected: it holds no messages, or one of an unknown shape.
+    """
+    return _read(row, roles, [])[1]
+
+
+def _read(row: Any, roles: Mapping[str, str] | None, notes: list[str]) -> tuple[list[Any], list[dict[str, Any]], list[bool]]:
+    """A row's own list of messages; the same normalised; which of them are to be trained on."""
+    fields: dict[str, Any] = row if isinstance(row, dict) else {}
+    if any(_given(fields.get(name)) for name in _MEDIA_COLUMNS):
+        raise RowRejected("multimodal", f"the row has a column {next(name for name in _MEDIA_COLUMNS if _given(fields.get(name)))!r}")
+    raw = row if isinstance(row, list) else _message_list(row)
+    messages, trained = _messages(raw, ROLES if not roles else {**ROLES, **roles}, notes)
+    system = fields.get("system", fields.get("system_prompt"))
+    if isinstance(system, str) and system.strip() and not (messages and messages[0]["role"] == "system"):
+        messages.insert(0, {"role": "system", "content": system})
+        trained.insert(0, False)
+    if not messages:
+        raise RowRejected("empty conversation")
+    return raw, messages, trained
 
 
 def _given(value: Any) -> bool:

@@ -189,7 +189,7 @@ def _training(config: RunConfig, manifest: dict[str, Any], step: int | None) -> 
     except DFlashError:
         counts = {}
     told["data"] = {
-        "files": ", ".join(sorted({Path(name).name for name in config.corpus.files})),
+        "files": ", ".join(sorted({Path(name).name for name in config.corpus.files or config.regenerate.prompts})),
         **{title: counts[name] for name, title in _COUNTS.items() if name in counts},
         "chat template options": json.dumps(config.corpus.chat_template_kwargs),
     }
