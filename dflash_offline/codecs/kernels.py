@@ -23,6 +23,7 @@ _HUGE = tl.constexpr(2.0**120)  # quantised.HUGE
 _BF16_MAX = tl.constexpr(3.3895313892515355e38)
 # adding and subtracting 1.5 * 2^23 rounds a float32 below 2^22 to an integer, half to even
 _ROUNDER = tl.constexpr(12582912.0)
+_ROTATIONS = (1, 16, 32, 64)  # smaller ones do not fill a tensor core; only toy models have them
 _TILE_TOKENS = 32  # of the rotating kernels
 _ROW = 1024  # channels that a row kernel handles at a time
 
@@ -137,7 +138,7 @@ def decode_quantised(codec: "QuantisedCodec", encoded: dict[str, torch.Tensor], 
     codes, scales = encoded["codes"].contiguous(), encoded["scales"].contiguous().view(torch.bfloat16)
     constants, hidden = codec.on_device(codes.device, taps), codec.hidden_size
     num_taps, tokens = codes.shape[:2]
-    if codec.rotation > 1 and codec.rotation not in (16, 32, 64):  # too small for a tensor core; only toy models have this
+    if codec.rotation not in _ROTATIONS:
         return codec.decode_plainly(encoded, taps).contiguous()
     out = torch.empty((tokens, num_taps, hidden), dtype=torch.bfloat16, device=codes.device)
     if not tokens:
@@ -260,6 +261,8 @@ def encode_quantised(codec: "QuantisedCodec", hidden_states: torch.Tensor) -> di
     """``QuantisedCodec.encode`` on a CUDA device: bf16 ``[T, K, H]`` -> ``{name: [K, T, W]}``."""
     hidden_states, constants = hidden_states.contiguous(), codec.on_device(hidden_states.device, None)
     tokens, taps, hidden = hidden_states.shape
+    if codec.rotation not in _ROTATIONS:
+        return codec.encode_plainly(hidden_states)
     encoded = {a.name: torch.empty((taps, tokens, a.width), dtype=a.torch_dtype, device=hidden_states.device) for a in codec.arrays}
     if not tokens:
         return encoded
