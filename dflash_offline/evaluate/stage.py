@@ -50,6 +50,8 @@ def evaluate(config: RunConfig, key: str, progress: Progress) -> dict[str, Any]:
     read_manifest(trained, kind="drafter")
     shape = DrafterShape.from_dict(read_json(trained / "drafter" / "shape.json"))
     device = stage_device(config)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # on cores that something else uses too, two threads ran four times slower than one
     dtype = precision(config, device)
     target_folder = demo.ensure_converted() if config.target.model == DEMO_MODEL else identity.target_folder(config)
     progress.say(f"Evaluating on {device} in {str(dtype).removeprefix('torch.')}: loading target and drafter")
