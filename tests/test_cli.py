@@ -91,11 +91,13 @@ def test_init_writes_a_run_file_for_eight_gpus(tmp_path: Path) -> None:
 
 def test_init_shows_every_default_as_it_is(tmp_path: Path) -> None:
     """With every commented setting that has a value switched on, the file still says the defaults."""
-    lines = []
+    lines, in_section = [], True
     for line in run("init").output.splitlines():
+        if line.removeprefix("# ").startswith("["):
+            in_section = line.startswith("[")  # a section that is commented out whole stays so
         body = line.removeprefix("# ")
         setting = line.startswith("# ") and " = " in body and body.split(" = ")[0].isidentifier() and "unset" not in body
-        lines.append(body if setting else line)
+        lines.append(body if setting and in_section else line)
     text = "\n".join(lines)
     plain, all_on = tomllib.loads(run("init").output), tomllib.loads(text)
     assert sum(len(section) for section in all_on.values() if isinstance(section, dict)) > 60
