@@ -122,7 +122,7 @@ TINY_RUN: dict[str, dict[str, Any]] = {
 
 def write_run_file(folder: Path, *, model: Path, files: list[Path], **overrides: dict[str, Any]) -> Path:
     """Write FOLDER/run.toml for a tiny target; ``overrides`` holds sections, for example ``train={"lr": 1e-3}``."""
-    sections = {name: dict(values) | overrides.get(name, {}) for name, values in TINY_RUN.items()}
+    sections = {name: dict(TINY_RUN.get(name, {})) | overrides.get(name, {}) for name in {**TINY_RUN, **overrides}}
     sections["target"]["model"] = model
     sections["corpus"]["files"] = [str(path) for path in files]
     text = 'root = "out"\n' + "".join(
