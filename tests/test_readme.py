@@ -113,6 +113,15 @@ def test_tree_names_what_is_there() -> None:
             assert (base / name).exists(), name
 
 
+def test_package_docstring_maps_every_module() -> None:
+    import dflash_offline
+
+    named = set(re.findall(r"``(\w+)``", dflash_offline.__doc__ or ""))
+    there = {path.stem for path in (ROOT / "dflash_offline").iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert there - {"__init__"} - named == set()
+    assert named - there - {"pipelines"} == set()
+
+
 def test_figures_are_quoted_from_results_only() -> None:
     """Between the marks stand only figures that a file of benchmarks/results holds."""
     measured = re.search(r"<!-- measured -->\n(.*?)\n<!-- /measured -->", README, flags=re.DOTALL)
