@@ -233,7 +233,7 @@ def test_self_check_tells_right_rows_from_wrong_ones(model: Any, monkeypatch: py
         return right(query, keys, values, (lengths - 1).clamp_min(1), scaling)
 
     monkeypatch.setattr(row_attention, "one_token_attention", one_short)
-    assert check_rows(model, prompts, attention="sdpa")[0] > 0.05
+    assert check_rows(model, prompts, attention="sdpa")[0] > 0.2
 
 
 def test_rows_enter_and_leave_without_disturbing_others(model: Any) -> None:

@@ -25,7 +25,7 @@ from dflash_offline.regenerate.decoding import TOLERANCE, Drawing, RowDecoder, c
 from dflash_offline.regenerate.generating import generate
 from dflash_offline.regenerate.work import Answer, Conversation, Work
 
-STEPS = 16  # of one launch: a row whose answer ends waits half of it on average
+STEPS = {"cuda": 16, "cpu": 2}  # of one launch: a row whose answer ends waits half of it on average
 ROUND = 256  # buffer lengths are multiples
 GPU_SHARE = 0.8  # of the memory that is free once the target is loaded
 CPU_BYTES = 2 << 30
@@ -202,7 +202,7 @@ class Local:
             self.model,
             num_rows=num_rows,
             length=length,
-            steps=STEPS,
+            steps=STEPS[self.device.type],
             stop_ids=self.speaker.stop_ids,
             drawing=Drawing(self.section.temperature, self.section.top_p),
             say=self.progress.say,
