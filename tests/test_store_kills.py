@@ -83,6 +83,27 @@ def test_killed_after_the_last_shard(tmp_path):
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
 
+def test_temporary_files_of_a_killed_writer_do_not_stay(tmp_path):
+    """Found by the fifty kills: one inside the writing of metadata left a file that became part of the part."""
+    samples = rows(LENGTHS[:3])
+    for name in ("killed", "whole"):
+        store.create_or_open(tmp_path / name, identity())
+    with writer(tmp_path / "killed", "part-00000", samples) as part:
+        append(part, samples[0])
+    partial = tmp_path / "killed" / "part-00000.partial"
+    planted = [
+        partial / "low" / ".zarr.json.51-1400.tmp",
+        partial / ".manifest.json.51.tmp",
+        tmp_path / "killed" / ".index.json.51-1400.tmp",
+    ]
+    for path in planted:
+        path.write_text("{")
+    for name in ("killed", "whole"):
+        write_part(tmp_path / name, "part-00000", samples)
+    assert content(tmp_path / "killed") == content(tmp_path / "whole") and store.verify(tmp_path / "killed") == []
+    assert not any(path.exists() for path in planted)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("codec", ["bf16", "lossless", "int8", "int6", "int4"])
 def test_killed_fifty_times(tmp_path, codec):

@@ -14,6 +14,7 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ import xxhash
 from dflash_offline import manifest
 from dflash_offline.errors import DFlashError, StoreError
 
+TEMPORARY = re.compile(r"\.[\w.]+\.\d+(-\d+)?\.tmp")  # what ``manifest.write_bytes`` leaves when it is killed
 SPEC, JOURNAL, SPOOL_SUFFIX = "spec.json", "journal.jsonl", ".spool"
 
 
@@ -74,8 +76,9 @@ class Journal:
         manifest.write_bytes(path, b"".join(good))
         for spool in self.folder.glob(f"*{SPOOL_SUFFIX}"):
             os.truncate(spool, self.spooled.get(spool.stem, 0))
-        for file in self.partial.glob("*/c/**/*"):
-            if file.is_file() and str(file.relative_to(self.partial)) not in self.files:
+        for file in self.partial.rglob("*"):
+            unfinished = file.parent != self.partial and "c" in file.relative_to(self.partial).parts[1:-1]
+            if file.is_file() and (TEMPORARY.fullmatch(file.name) or unfinished) and str(file.relative_to(self.partial)) not in self.files:
                 file.unlink()
 
     def _holds(self, entry: dict[str, Any]) -> bool:

@@ -43,7 +43,7 @@ def is_own(path: Path) -> bool:
         return True
     if name == LOCK or re.fullmatch(r"\.part-\d{5,}\.lock", name):
         return path.is_file() and path.stat().st_size == 0
-    return bool(re.fullmatch(r"part-\d{5,}\.partial|\.part-\d{5,}\.work|\.(zarr|index)\.json\.\d+\.tmp", name))
+    return bool(re.fullmatch(r"part-\d{5,}\.partial|\.part-\d{5,}\.work|\.(zarr|index)\.json\.\d+(-\d+)?\.tmp", name))
 
 
 def part_key(name: str) -> tuple[int, str]:
@@ -177,6 +177,8 @@ def parse_index(root: Path) -> dict[str, Any]:
 def write_index(root: Path, index: dict[str, Any]) -> None:
     """Replace the index, its digest made anew. Call with ``locked(root / LOCK)`` held."""
     content = {name: value for name, value in index.items() if name != "digest"}
+    for left in Path(root).glob(f".{INDEX}.*.tmp"):  # by a writer killed just here; it held this lock
+        left.unlink()
     manifest.write_json(Path(root) / INDEX, {**content, "digest": manifest.digest(content)})
 
 
