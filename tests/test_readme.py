@@ -6,7 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -148,7 +150,7 @@ def test_figures_are_quoted_from_results_only() -> None:
             assert figure in stored, f"{figure} is in no file of benchmarks/results: {line}"
 
 
-def test_demo_data_is_what_its_readme_says() -> None:
+def test_demo_data_is_what_its_readme_says(conversations: list[dict[str, Any]]) -> None:
     import hashlib
 
     text = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
@@ -157,7 +159,11 @@ def test_demo_data_is_what_its_readme_says() -> None:
         path = config.path(pattern).resolve()
         line = next(line for line in text.splitlines() if line.startswith(f"| `{path.name}`"))
         assert hashlib.sha256(path.read_bytes()).hexdigest() in line
-    assert text.count("| MIT") + text.count("| Apache-2.0") >= 7
+    sources = Counter(row["source"] for row in conversations)
+    for source, count in sources.items():
+        line = next((line for line in text.splitlines() if line.startswith(f"| `{source}` |")), "")
+        assert line.startswith(f"| `{source}` | {count} |"), f"{source}: {count} rows"
+        assert any(licence in line for licence in ("MIT", "Apache-2.0", "CC-BY-4.0")), source
 
 
 def test_nothing_here_names_a_place_of_its_making() -> None:
