@@ -165,7 +165,7 @@ def two_turns() -> dict[str, Any]:
 
 def test_length_policies(run_file: RunFile) -> None:
     for policy in ("cut", "cut_turn", "drop"):
-        path = run_file(corpus={"max_length": 127, "bucket_edges": [64, 128], "too_long": policy})
+        path = run_file(corpus={"max_length": 199, "bucket_edges": [64, 200], "too_long": policy})
         write_rows(path, [two_turns(), chat("short", "enough")])
         corpus = prepared(path)
         if policy == "drop":
@@ -174,7 +174,7 @@ def test_length_policies(run_file: RunFile) -> None:
         text = "".join(part for part, wanted in render(RunConfig.load(path), corpus, 0) if wanted)
         assert len(corpus) == 2
         if policy == "cut":
-            assert len(corpus.row(0).input_ids) == 127 and corpus.truncated[0]
+            assert len(corpus.row(0).input_ids) == 199 and corpus.truncated[0]
             assert text.startswith("first answer") and "<|im_end|>second answer" in text and not text.endswith("<|im_end|>")
         else:
             assert text == "first answer " * 6 + "<|im_end|>" and not corpus.truncated[0]
