@@ -1,16 +1,22 @@
 """What a run will cost, before any GPU second: from the run file, the target's sizes and a sample of the corpus."""
 
 import contextlib
+import math
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_offline import identity, keys
 from dflash_offline.config import RunConfig
 from dflash_offline.errors import DFlashError, StoreError
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_manifest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dflash_offline.corpus import Corpus
 
 _LOSSLESS_AT_MOST = 0.75  # real hidden states take 0.70 of bfloat16; random ones, the worst case seen, 0.73
 _TOKEN_BYTES = 5  # token id and loss mask
@@ -57,6 +63,7 @@ class _Corpus:
     supervised: int
     captured_rows: int
     captured_tokens: int
+    parts: int
 
 
 def estimate(
@@ -103,7 +110,7 @@ def estimate(
         supervised_tokens=found.supervised,
         captured_rows=found.captured_rows,
         tokens_to_capture=left_tokens,
-        parts=max(1, -(-by_codec[config.store.codec] // config.store.part_bytes)) if left_rows else 0,
+        parts=found.parts,
         bytes_by_codec=by_codec,
         needed_bytes=needed,
         free_bytes=free,
@@ -151,8 +158,8 @@ def _corpus(config: RunConfig, layout: Layout, sample: int) -> _Corpus:
     if not (folder / MANIFEST).exists():
         seen = peek(config, sample)
         share = seen.share_read or 1.0
-        supervised = round(seen.supervised_tokens / share)
-        return _Corpus(seen.estimated_rows, seen.records, share >= 1.0, seen.estimated_tokens, supervised, 0, 0)
+        supervised, parts = round(seen.supervised_tokens / share), _parts_of_sample(config, seen.lengths, share)
+        return _Corpus(seen.estimated_rows, seen.records, share >= 1.0, seen.estimated_tokens, supervised, 0, 0, parts)
     corpus = Corpus.open(folder)
     store = layout.store(keys.capture_key(config))
     held: set[bytes] = set()
@@ -163,9 +170,55 @@ def _corpus(config: RunConfig, layout: Layout, sample: int) -> _Corpus:
     captured = np.fromiter((row.tobytes() in held for row in corpus.hashes), dtype=bool, count=len(corpus))
     lengths = np.asarray(corpus.lengths)
     counts = corpus.manifest["counts"]
+    captured_tokens = int(lengths[captured].sum())
+    parts = _parts_of_corpus(config, layout, corpus, captured)
     return _Corpus(
-        len(corpus), len(corpus), True, int(lengths.sum()), counts["supervised_tokens"], int(captured.sum()), int(lengths[captured].sum())
+        len(corpus), len(corpus), True, int(lengths.sum()), counts["supervised_tokens"], int(captured.sum()), captured_tokens, parts
     )
+
+
+def _parts_of_sample(config: RunConfig, lengths: "np.ndarray", share: float) -> int:
+    """Parts of a corpus of which a share was read: what ``plan.plan_parts`` would cut, with the sample's batches scaled up."""
+    import numpy as np
+
+    from dflash_offline.buckets import auto_edges, buckets_of, padded_batches
+    from dflash_offline.plan import bytes_per_token, num_replicas
+
+    if not len(lengths):
+        return 0
+    edges, most = config.corpus.bucket_edges, config.corpus.max_length
+    if not isinstance(edges, list):
+        edges = auto_edges(lengths, num_buckets=config.corpus.num_buckets, max_length=most)
+    buckets, padded, batches = buckets_of(lengths, edges), 0, 0
+    for bucket in sorted(set(buckets.tolist())):
+        members = np.flatnonzero(buckets == bucket)
+        made = padded_batches(members, lengths[members], tokens_per_batch=config.corpus.tokens_per_batch)
+        batches, padded = batches + len(made), padded + sum(int(lengths[batch[0]]) * len(batch) for batch in made)
+    wanted = max(2 * num_replicas(config), math.ceil(padded / share * bytes_per_token(config) / config.store.part_bytes))
+    return min(math.ceil(batches / share), wanted)
+
+
+def _parts_of_corpus(config: RunConfig, layout: Layout, corpus: "Corpus", captured: "np.ndarray") -> int:
+    """Parts still to be written: those of the capture plan, or of the plan that would be made now."""
+    import numpy as np
+
+    from dflash_offline.plan import CapturePlan, bytes_per_token, num_replicas, plan_parts
+
+    store, path = layout.store(keys.capture_key(config)), layout.plan(keys.capture_key(config), keys.corpus_key(config))
+    if path.is_file():
+        return sum(not (store / part.name / MANIFEST).is_file() for part in CapturePlan.load(path).parts) if not captured.all() else 0
+    hashes = np.ascontiguousarray(corpus.hashes).view("V32").ravel()
+    rows = np.sort(np.unique(hashes, return_index=True)[1])
+    parts = plan_parts(
+        rows[~captured[rows]],
+        np.asarray(corpus.lengths),
+        np.asarray(corpus.buckets),
+        tokens_per_batch=config.corpus.tokens_per_batch,
+        tokens_per_part=max(1, int(config.store.part_bytes / bytes_per_token(config))),
+        min_parts=2 * num_replicas(config),
+        first_number=0,
+    )
+    return len(parts)
 
 
 def _processes(config: RunConfig) -> tuple[int, int]:

@@ -98,7 +98,8 @@ class CapturePlan:
     def summary(self) -> str:
         """One line: ``Capture plan: 5190 rows, 3.1M tokens, in 12 new parts; 4 parts are reused``."""
         reused = f"; {len(self.reused)} part{'s are' if len(self.reused) != 1 else ' is'} reused" if self.reused else ""
-        return f"Capture plan: {self.num_rows} rows, {count_text(self.num_tokens)} tokens, in {len(self.parts)} new parts{reused}"
+        new = f"{len(self.parts)} new part{'s' if len(self.parts) != 1 else ''}"
+        return f"Capture plan: {self.num_rows} rows, {count_text(self.num_tokens)} tokens, in {new}{reused}"
 
 
 def bytes_per_token(config: RunConfig) -> float:

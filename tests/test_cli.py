@@ -1,6 +1,7 @@
 """The command line without a run: help, errors in one line, init, doctor, plan, smoke's run file."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from dflash_offline.corpus import prepare
 from dflash_offline.errors import CorpusError
 from dflash_offline.keys import capture_key, corpus_key
 from dflash_offline.layout import Layout
+from dflash_offline.plan import make_plan
 from dflash_offline.progress import Progress
 
 
@@ -157,6 +159,17 @@ def test_plan_before_and_after_the_corpus_is_prepared(run_file: Callable[..., Pa
     assert before["tokens"] == pytest.approx(after["tokens"], rel=0.05)
     assert before["rows"] == pytest.approx(after["rows"], rel=0.05)
     assert before["fits"] and before["capture_s"] is None
+    path_of_plan = Layout(config.root_dir).plan(capture_key(config), corpus_key(config))
+    made = make_plan(config, corpus, Layout(config.root_dir).store(capture_key(config)), path_of_plan)
+    assert before["parts"] == after["parts"] == len(made.parts) > 1, "more parts than bytes alone ask for: replicas must not wait"
+    assert json.loads(run("plan", "--json", "--config", str(path)).stdout)["parts"] == len(made.parts)
+    text = run("plan", "--config", str(path)).stdout
+    assert f"tokens in {len(made.parts)} parts" in text and "GPU memory" not in text
+
+
+def test_plan_of_a_tiny_corpus_is_one_part(run_file: Callable[..., Path]) -> None:
+    path = run_file(corpus={"tokens_per_batch": 1_000_000, "bucket_edges": [1024], "max_length": 1023})
+    assert "tokens in 1 part\n" in re.sub(" +\n", "\n", run("plan", "--config", str(path)).stdout)
 
 
 def test_plan_refuses_what_cannot_fit(run_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

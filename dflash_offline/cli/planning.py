@@ -2,10 +2,14 @@
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from dflash_offline.cli.options import bytes_text, config_option, echo_json, json_option, load_run, seconds_text, table
+
+if TYPE_CHECKING:
+    from dflash_offline.estimate import Estimate
 
 
 @click.command()
@@ -56,14 +60,10 @@ def plan(
             ["conversations", f"{found.rows:,}{exact}"],
             ["tokens", f"{found.tokens:,}, {found.supervised_tokens:,} supervised"],
             ["already captured", f"{found.captured_rows:,} conversations"],
-            ["still to capture", f"{found.tokens_to_capture:,} tokens in about {found.parts} parts"],
-            *[
-                [f"store as {name}", f"{bytes_text(size)}{'  <- [store] codec' if name == run.store.codec else ''}"]
-                for name, size in found.bytes_by_codec.items()
-            ],
+            *_still_to_write(found, run.store.codec),
             ["free disk", f"{bytes_text(found.free_bytes)} on {found.disk}"],
-            ["GPU memory, a replica", f"about {bytes_text(found.replica_bytes)}"],
-            ["GPU memory, a rank", f"about {bytes_text(found.rank_bytes)}"],
+            *([["GPU memory, a replica", f"about {bytes_text(found.replica_bytes)}"]] if run.target.gpus != "cpu" else []),
+            *([["GPU memory, a rank", f"about {bytes_text(found.rank_bytes)}"]] if run.train.gpus != "cpu" else []),
             ["capture", _duration(found.capture_s, found.idle_capture_gpu_h, "--capture-tokens-per-s")],
             ["training", _duration(found.train_s, found.idle_train_gpu_h, "--train-tokens-per-s")],
         ]
@@ -75,6 +75,19 @@ def plan(
             f"{found.disk}: the store needs {bytes_text(found.needed_bytes)} more and {bytes_text(found.free_bytes)} are free; make space, "
             "choose another root, a smaller codec or fewer layers, or use --force"
         )
+
+
+def _still_to_write(found: "Estimate", codec: str) -> list[list[str]]:
+    """Rows on what capture has left to do."""
+    if not found.tokens_to_capture:
+        return [["still to write", "nothing"]]
+    parts = f"{'' if found.is_exact else 'about '}{found.parts:,} part{'' if found.parts == 1 else 's'}"
+    title = "still to write as" if found.captured_rows else "store as"
+    sizes = found.bytes_by_codec.items()
+    return [
+        ["still to capture", f"{found.tokens_to_capture:,} tokens in {parts}"],
+        *[[f"{title} {name}", f"{bytes_text(size)}{'  <- [store] codec' if name == codec else ''}"] for name, size in sizes],
+    ]
 
 
 def _duration(seconds: float | None, idle_gpu_h: float | None, option: str) -> str:
