@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import signal
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -183,6 +184,12 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, co
         text = text.replace(json.dumps(old), json.dumps(new))
     (folder / "run.toml").write_text(text, encoding="utf-8")
     return folder
+
+
+def pytest_configure() -> None:
+    """A shell gives its background jobs an ignored Ctrl-C, which would pass on to everything the tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
