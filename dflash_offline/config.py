@@ -43,7 +43,7 @@ class TargetConfig(Section):
 
     model: str = Field(description='Model folder (relative to this file) or hub name; "demo:smollm2" is the embedded demo model.')
     dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="Precision the target computes in. On a CPU float32 is about six times faster."
+        "bfloat16", description="Precision the target computes in. On a CPU float32 is much faster."
     )
     gpus: Gpus = Field(
         [0, 1, 2, 3, 4],
@@ -190,7 +190,7 @@ class StoreConfig(Section):
 
     codec: Literal["bf16", "lossless", "int8", "int6", "int4"] = Field(
         "lossless",
-        description="How hidden states are stored: bf16 as it is, lossless (about 0.70 of that), int8 (0.51), int6 (0.40), int4 (0.29).",
+        description="How hidden states are stored: bf16 as it is, lossless (about 0.68 of that), int8 (0.51), int6 (0.40), int4 (0.29).",
     )
     zstd: bool = Field(False, description="Compress int8/int6/int4 codes with zstd as well: smaller, slower to read.")
     part_bytes: PositiveInt = Field(1_000_000_000, description="Encoded hidden-state bytes in one part, the unit that is committed.")
