@@ -4,11 +4,13 @@ The file is what ``dflash-offline status`` and the supervisor read; the lines la
 the supervisor forwards them to the terminal. Both are advisory: a full disk or a closed terminal never stops a run.
 
 Keys of the file: ``done`` and ``total`` (units of the stage's own: rows, parts, steps; null when not known),
-``text`` (what it is doing), ``time`` (unix seconds of the last update), ``pid``, ``numbers`` (name -> number).
+``text`` (what it is doing), ``time`` (unix seconds of the last update), ``host`` and ``pid``, ``key`` (the stage's content
+key, null until it is known), ``ended`` (true once the process is done, whichever way), ``numbers`` (name -> number).
 """
 
 import contextlib
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,17 @@ class Progress:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.state: dict[str, Any] = {"done": None, "total": None, "text": "", "time": time.time(), "pid": os.getpid(), "numbers": {}}
+        self.state: dict[str, Any] = {
+            "done": None,
+            "total": None,
+            "text": "",
+            "time": time.time(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "key": None,
+            "ended": False,
+            "numbers": {},
+        }
         self._written_at = float("-inf")
 
     def update(
@@ -42,6 +54,11 @@ class Progress:
         self.state["time"] = time.time()
         if force or time.monotonic() - self._written_at >= MIN_INTERVAL_S:
             self.flush()
+
+    def end(self, text: str | None = None) -> None:
+        """Note that the process is done, with a last word if there is one."""
+        self.state["ended"] = True
+        self.update(text=text, force=True)
 
     def flush(self) -> None:
         """Write the state as it is now."""

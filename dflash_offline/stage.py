@@ -93,16 +93,17 @@ def run_stage(
         progress.update(text="starting", force=True)
         config = RunConfig.load(arguments.config)
         arguments.key = checked_key(config, arguments.key, key)
+        progress.state["key"] = arguments.key
         body(config, arguments, progress)
-        progress.flush()
+        progress.end()
     except DFlashError as error:
-        progress.update(text=f"error: {error}", force=True)
+        progress.end(f"error: {error}")
         fail(error)
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
     except SystemExit as error:
         if _exit_code(error) == TERMINATED:
-            progress.update(text="stopped", force=True)
+            progress.end("stopped")
         raise
     finally:
         if previous is not None:

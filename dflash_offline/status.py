@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,30 @@ from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_json, read_manifest
 from dflash_offline.progress import read_progress
 
+# what ``done`` and ``total`` of a stage's processes count
+_UNITS = {
+    "regenerate": "conversations",
+    "corpus": "bytes",
+    "capture": "parts",
+    "train": "steps",
+    "export": "forms",
+    "evaluate": "prompts",
+    "report": "reports",
+}
 _STALE_S = 600.0  # a progress file that is older belongs to a process that is gone or hangs
 
 
 @dataclass(frozen=True)
 class Process:
-    """One model process as its progress file tells it. ``alive`` is None for a process of another host."""
+    """One model process as its progress file tells it.
+
+    Attributes:
+        alive: None for a process of another host.
+        ended: it said so itself: done, stopped or failed; a process that is neither alive nor ended was killed.
+        key: content key of its stage; None before it was known.
+        of_this_run: False where the key is another one than the run file leads to now: a process of another run file.
+        unit: what ``done`` and ``total`` count.
+    """
 
     name: str
     stage: str
@@ -33,12 +51,17 @@ class Process:
     done: int | None
     total: int | None
     text: str
+    ended: bool = False
+    key: str | None = None
+    of_this_run: bool = True
+    unit: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the run: ``state`` is complete, running, partial, pending or failed."""
+    """One stage of the run: ``state`` is complete, running, partial, pending, deleted (a store whose drafter is trained)
+    or unknown (the run file does not say enough for its key)."""
 
     name: str
     key: str | None
@@ -73,7 +96,9 @@ def read_status(config: RunConfig) -> Status:
         try:
             key = key_of(config)
         except DFlashError as error:
-            stages.append(Stage(name, None, None, "failed", str(error)))
+            if str(error) not in warnings:  # the same fault of the run file mostly stops every stage
+                warnings.append(str(error))
+            stages.append(Stage(name, None, None, "unknown", ""))
             continue
         folder = folder_of(key)
         detail, complete = "", False
@@ -90,14 +115,36 @@ def read_status(config: RunConfig) -> Status:
                     detail, complete = _detail(name, read_manifest(folder)), True
                 except DFlashError as error:
                     warnings.append(str(error))
-        mine = [process for process in processes if process.stage == name and process.alive is not False and process.age_s < _STALE_S]
+        processes = [_claimed(process, key) if process.stage == name else process for process in processes]
+        mine = [process for process in processes if process.stage == name and process.of_this_run and _seems_alive(process)]
         state = "complete" if complete else "running" if mine else "partial" if _has_content(folder) else "pending"
         stages.append(Stage(name, key, str(folder), state, detail))
+    stages = [_without_store(stage, layout, capture_key, train_key) if stage.name == "capture" else stage for stage in stages]
     training = last_metrics(layout.drafter(train_key) / "metrics.jsonl") if train_key else None
     for process in processes:
-        if process.text.startswith("error:"):
+        if process.of_this_run and process.text.startswith("error:"):
             warnings.append(f"{process.name}: {process.text}")
     return Status(str(layout.root), stages, processes, _gpus(), training, warnings)
+
+
+def _claimed(process: Process, key: str) -> Process:
+    """A process with what is known of its key."""
+    return replace(process, of_this_run=process.key in (None, key))
+
+
+def _seems_alive(process: Process) -> bool:
+    return process.alive is not False and not process.ended and process.age_s < _STALE_S
+
+
+def store_was_deleted(layout: Layout, capture_key: str, train_key: str) -> bool:
+    """Whether a store is gone and is not needed: the drafter was trained from it (``prune --store``)."""
+    return not layout.store(capture_key).exists() and (layout.drafter(train_key) / MANIFEST).is_file()
+
+
+def _without_store(stage: Stage, layout: Layout, capture_key: str | None, train_key: str | None) -> Stage:
+    if capture_key is None or train_key is None or stage.state == "running" or not store_was_deleted(layout, capture_key, train_key):
+        return stage
+    return replace(stage, state="deleted", detail="store deleted (the drafter is trained)")
 
 
 def _stages(layout: Layout, *, regenerates: bool) -> list[tuple[str, Callable[[RunConfig], str], Callable[[str], Path]]]:
@@ -166,8 +213,24 @@ def running_processes(layout: Layout) -> list[Process]:
         numbers = {key: value for key, value in state["numbers"].items() if isinstance(value, int | float)}
         stage = path.relative_to(logs).parts[0]
         age_s = max(0.0, time.time() - state["time"])
-        alive = _alive(state["pid"]) if state.get("host", socket.gethostname()) == socket.gethostname() else None
-        found.append(Process(name, stage, state["pid"], alive, age_s, state["done"], state["total"], str(state["text"]), numbers))
+        ended = bool(state.get("ended"))
+        alive = None if state.get("host", socket.gethostname()) != socket.gethostname() else not ended and _alive(state["pid"])
+        found.append(
+            Process(
+                name,
+                stage,
+                state["pid"],
+                alive,
+                age_s,
+                state["done"],
+                state["total"],
+                str(state["text"]),
+                ended=ended,
+                key=state.get("key"),
+                unit=_UNITS.get(stage, ""),
+                numbers=numbers,
+            )
+        )
     return found
 
 

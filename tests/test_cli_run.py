@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from dflash_offline import keys
 from dflash_offline.cli import main
+from dflash_offline.cli.following import number_text
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.layout import Layout
@@ -65,8 +66,57 @@ def test_status_says_complete(command: Command) -> None:
     assert found["training"]["step"] == 3
     assert not any(process["alive"] for process in found["processes"])
     assert found["warnings"] == []
+    assert all(process["ended"] and process["of_this_run"] and process["key"] for process in found["processes"])
+    assert {process["text"] for process in found["processes"] if process["stage"] in ("export", "evaluate", "report")} == {"written"}
     text = command("status").output
     assert "complete" in text and "acceptance length" in text
+    assert "ended" in text and "gone" not in text and "e+0" not in text
+    assert re.search(r"[\d.]+ [kM]?B of [\d.]+ [kM]?B", text) and "3 of 3 steps" in text
+    assert re.search(r"step=3 loss=\d+\.\d\d .* wait=\d+% train=[\d.]+Ktok/s \| epoch~\S+ ETA=", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("tokens", 17110, "tokens=17.1K"),
+        ("tokens_per_s", 34912.3, "tokens=34.9K/s"),
+        ("answers_per_s", 0.123, "answers=0.12/s"),
+        ("read_bytes_per_s", 11.2e6, "read=11.2 MB/s"),
+        ("wait_share", 0.031, "wait=3%"),
+        ("eta_s", 1800, "eta=30m"),
+        ("loss", 8.0, "loss=8"),
+        ("tau", 1.2345, "tau=1.23"),
+        ("replica", 0, "replica=0"),
+    ],
+)
+def test_numbers_are_shown_as_their_names_want(name: str, value: float, text: str) -> None:
+    assert number_text(name, value) == text
+
+
+def test_status_of_a_process_of_another_run_file(own_command: Command) -> None:
+    layout = Layout(config().root_dir)
+    (layout.drafter(keys.train_key(config())) / MANIFEST).unlink()
+    path = layout.logs("train") / "train-0.progress.json"
+    state = json.loads(path.read_text()) | {"pid": os.getpid(), "time": time.time(), "ended": False, "key": "f" * 16}
+    path.write_text(json.dumps(state))
+    found = json.loads(own_command("status", "--json").stdout)
+    assert {stage["name"]: stage["state"] for stage in found["stages"]}["train"] == "partial", "the other one does not count"
+    assert "train-0 (another run file)" in own_command("status").output
+    path.write_text(json.dumps(state | {"ended": True, "text": "error: no"}))
+    assert "train-0" not in own_command("status").output
+    assert json.loads(own_command("status", "--json").stdout)["warnings"] == []
+    path.write_text(json.dumps(state | {"key": keys.train_key(config()), "host": "elsewhere"}))
+    found = json.loads(own_command("status", "--json").stdout)
+    assert next(process for process in found["processes"] if process["name"] == "train-0")["alive"] is None
+    path.write_text(json.dumps(state | {"key": keys.train_key(config()), "pid": 2**22 + 1}))
+    assert re.search(r"train-0 +\d+ +gone", own_command("status").output), "killed: it never said that it ended"
+
+
+def test_status_of_an_unfilled_run_file(own_command: Command) -> None:
+    Path("run.toml").write_text(Path("run.toml").read_text().replace('"conversations.jsonl"', '"absent.jsonl"'))
+    found = json.loads(own_command("status", "--json").stdout)
+    assert [stage["state"] for stage in found["stages"] if stage["name"] in ("corpus", "train", "report")] == ["unknown"] * 3
+    assert own_command("status").output.count("matches no file") == 1
 
 
 def test_status_of_another_setting_is_pending_from_there_on(own_command: Command) -> None:
@@ -155,7 +205,8 @@ def test_show_some_layers_and_tokens(command: Command) -> None:
     assert found["layers"][0]["values"] == pytest.approx(expected[0, 0, :2].tolist())
     assert found["layers"][1]["rms"]["max"] == pytest.approx(float(expected[:, 1].square().mean(-1).sqrt().max()))
     assert command("show", 1, "--tokens", "3").output.count("\n") < 12
-    command("show", 1, "--tokens", "100000:")
+    last = len(opened[1].input_ids) - 1
+    assert command("show", 1, "--tokens", f"{last}:").output
 
 
 @pytest.mark.parametrize(
@@ -166,6 +217,10 @@ def test_show_some_layers_and_tokens(command: Command) -> None:
         (["0", "--layers", "7"], 1, "layer 7 was not captured; captured are [0, 1, 2]"),
         (["0", "--layers", "x"], 1, "give layer ids separated by commas"),
         (["0", "--tokens", "a:b"], 2, "give a:b"),
+        (["0", "--tokens", "60:20"], 2, "give a:b with a below b"),
+        (["0", "--tokens", "7:7"], 2, "give a:b with a below b"),
+        (["0", "--tokens", "-1"], 2, "counted in tokens from 0"),
+        (["0", "--tokens", "100000:"], 1, "the range holds none of them"),
     ],
 )
 def test_show_refuses(command: Command, arguments: list[str], status: int, message: str) -> None:
@@ -209,7 +264,7 @@ def test_verify_names_the_damaged_part(own_command: Command) -> None:
 
 def test_diff_of_a_store_with_itself_and_with_a_smaller_one(own_command: Command, finished_run: Path) -> None:
     original = finished_run / store().relative_to(Path.cwd())
-    assert "samples are equal" in own_command("diff", original, store()).output
+    assert "shared samples compared, all equal" in own_command("diff", original, store()).output
     found = json.loads(own_command("diff", original, store(), "--json").stdout)
     assert (found["identity"], found["num_only_in"], found["equal"]) == ({}, [0, 0], found["compared"])
     # a store of the same rows with another identity field
@@ -253,6 +308,27 @@ def test_generate_marks_who_wrote_what(command: Command) -> None:
     result = command("generate", "1 + 1?", "--max-new-tokens", 6)
     assert "\u00ab" in result.stdout
     assert re.search(r"\d+ tokens in \d+ steps", result.stderr)
+
+
+def test_generate_on_a_gpu_that_is_not_there_names_both_ways_out(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    text = command("generate", "1 + 1?", "--device", "cuda", status=1).output
+    assert "--device cpu" in text and "[evaluate] gpus" in text
+
+
+def test_commands_before_their_stage_say_which_task_to_run(own_command: Command) -> None:
+    layout = Layout(config().root_dir)
+    (layout.report(keys.report_key(config())) / MANIFEST).unlink()
+    (layout.export(keys.export_key(config())) / MANIFEST).unlink()
+    (layout.drafter(keys.train_key(config())) / MANIFEST).unlink()
+    for arguments, task in (
+        (["report"], "WriteReport"),
+        (["evaluate"], "ExportDrafter"),
+        (["generate", "x"], "ExportDrafter"),
+        (["export"], "TrainDrafter"),
+    ):
+        text = own_command(*arguments, status=1).output
+        assert "for run.toml as it is now; run `luigi --module pipelines " + task in text, arguments
 
 
 def test_reset_asks_and_removes_one_stage(own_command: Command) -> None:
@@ -308,6 +384,9 @@ def test_prune_store_and_checkpoints_once_trained(own_command: Command) -> None:
     (drafter / "aside").rename(drafter / MANIFEST)
     own_command("prune", "--store", "--checkpoints", "--yes")
     assert not store().exists() and not (drafter / "checkpoints").exists()
+    capture = json.loads(own_command("status", "--json").stdout)["stages"][1]
+    assert (capture["state"], capture["detail"]) == ("deleted", "store deleted (the drafter is trained)")
+    assert "store deleted (the drafter is trained)" in own_command("inspect", status=1).output
     assert (drafter / "drafter").is_dir()
     assert json.loads(own_command("report", "--path").output.strip() and own_command("status", "--json").stdout)
 
@@ -316,7 +395,10 @@ def test_plan_of_a_captured_corpus_needs_nothing(command: Command) -> None:
     found = json.loads(command("plan", "--json").stdout)
     assert found["captured_rows"] == found["rows"] > 0
     assert found["tokens_to_capture"] == 0 and set(found["bytes_by_codec"].values()) == {0}
+    assert found["parts"] == 0
     assert found["train_s"] > 0, "measured by this run"
+    text = command("plan").output
+    assert re.search(r"still to write +nothing", text) and "store as" not in text
 
 
 def test_plan_bounds_what_a_run_then_writes(own_command: Command) -> None:

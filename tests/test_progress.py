@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -16,8 +17,9 @@ def test_file_has_the_documented_keys(tmp_path: Path) -> None:
     progress = Progress(tmp_path / "p.json")
     progress.update(done=3, total=10, text="parts", tokens_per_s=12.5)
     state = json.loads((tmp_path / "p.json").read_text())
-    assert state.keys() == {"done", "total", "text", "time", "pid", "numbers"}
+    assert state.keys() == {"done", "total", "text", "time", "host", "pid", "key", "ended", "numbers"}
     assert (state["done"], state["total"], state["text"], state["pid"]) == (3, 10, "parts", os.getpid())
+    assert (state["host"], state["key"], state["ended"]) == (socket.gethostname(), None, False)
     assert state["numbers"] == {"tokens_per_s": 12.5}
     assert before <= state["time"] <= time.time()
 

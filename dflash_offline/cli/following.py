@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dflash_offline.cli.options import config_option, echo_json, json_option, load_run, seconds_text, table
+from dflash_offline.cli.options import bytes_text, config_option, echo_json, finished_folder, json_option, load_run, seconds_text, table
 
 if TYPE_CHECKING:
-    from dflash_offline.status import Status
+    from dflash_offline.status import Process, Status
 
 
 @click.command()
@@ -37,14 +37,15 @@ def status(config: Path | None, as_json: bool, watch: bool, every: float) -> Non
 
 def _print_status(found: "Status") -> None:
     table(f"root {found.root}", ["stage", "state", "key", ""], [[s.name, s.state, s.key or "?", s.detail] for s in found.stages])
-    if found.processes:
+    shown = [process for process in found.processes if process.of_this_run or not (process.ended or process.alive is False)]
+    if shown:
         click.echo()
         rows = []
-        for process in found.processes:
-            state = "gone" if process.alive is False else f"{seconds_text(process.age_s)} ago"
-            done = "" if process.done is None else f"{process.done:,}" + (f" of {process.total:,}" if process.total is not None else "")
-            numbers = " ".join(f"{name}={value:,.4g}" for name, value in process.numbers.items())
-            rows.append([process.name, process.pid, state, done, process.text, numbers])
+        for process in shown:
+            state = "ended" if process.ended else "gone" if process.alive is False else f"{seconds_text(process.age_s)} ago"
+            numbers = " ".join(number_text(name, value) for name, value in process.numbers.items())
+            name = process.name if process.of_this_run else f"{process.name} (another run file)"
+            rows.append([name, process.pid, state, _done_text(process), process.text, numbers])
         table(None, ["process", "pid", "last word", "done", "doing", "numbers"], rows, right=(1, 3))
     if found.gpus:
         click.echo()
@@ -54,10 +55,36 @@ def _print_status(found: "Status") -> None:
         ]
         table(None, ["GPU", "", "busy", "memory"], rows, right=(2,))
     if found.training:
-        numbers = {name: value for name, value in found.training.items() if isinstance(value, int | float)}
-        click.echo("\n" + " ".join(f"{name}={value:,.4g}" for name, value in numbers.items()))
+        from dflash_offline.train.records import status_line
+
+        click.echo(f"\n{status_line(found.training)}")
     for warning in found.warnings:
         click.echo(f"warning: {warning}")
+
+
+def _done_text(process: "Process") -> str:
+    if process.done is None:
+        return ""
+    if process.unit == "bytes":
+        return bytes_text(process.done) + (f" of {bytes_text(process.total)}" if process.total is not None else "")
+    return f"{process.done:,}{'' if process.total is None else f' of {process.total:,}'} {process.unit}".rstrip()
+
+
+def number_text(name: str, value: float) -> str:
+    """A number of a progress file as its name wants it: ``tokens=17.1K``, ``wait=3%``, ``eta=12m``, ``read=11.2 MB/s``."""
+    from dflash_offline.buckets import count_text
+
+    for suffix, text in (
+        ("_bytes_per_s", lambda: f"{bytes_text(value)}/s"),
+        ("_per_s", lambda: f"{count_text(value) if value >= 10 else f'{value:.2g}'}/s"),
+        ("_share", lambda: f"{value:.0%}"),
+        ("_s", lambda: seconds_text(value)),
+    ):
+        if name.endswith(suffix):
+            return f"{name.removesuffix(suffix)}={text()}"
+    if name.endswith("bytes"):
+        return f"{name}={bytes_text(value)}"
+    return f"{name}={count_text(value) if float(value).is_integer() and 'loss' not in name else f'{value:.3g}'}"
 
 
 @click.command()
@@ -67,11 +94,9 @@ def report(config: Path | None, path_only: bool) -> None:
     """Print the report of a finished run (and where its HTML page is)."""
     from dflash_offline import keys
     from dflash_offline.layout import Layout
-    from dflash_offline.manifest import read_manifest
 
     run = load_run(config)
-    folder = Layout(run.root_dir).report(keys.report_key(run))
-    read_manifest(folder, kind="report")
+    folder = finished_folder(run, Layout(run.root_dir).report(keys.report_key(run)), kind="report")
     if path_only:
         click.echo(folder)
         return

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from dflash_offline.store import HiddenStateStore
 
 
+_IDENTITY_TITLES = {"dtype": "computed in", "zstd": "zstd of codes"}  # the store itself is bfloat16 in any case
+
+
 @click.command()
 @store_arguments
 @json_option
@@ -45,7 +48,7 @@ def inspect(
     rows.append(["bytes", f"{bytes_text(found['bytes'])} ({found['bytes']:,})"])
     if found["parts"]:
         rows.append(["bytes/token", f"{found['bytes_per_token']:,.0f}, {found['ratio']:.3f} of bfloat16"])
-    rows += [[name, value] for name, value in found["identity"].items()]
+    rows += [[_IDENTITY_TITLES.get(name, name), value] for name, value in found["identity"].items()]
     rows += [["unfinished", name] for name in found["unfinished"]]
     table(found["path"], ["", ""], rows)
     if found["parts"]:
@@ -81,9 +84,12 @@ def _token_range(context: click.Context, parameter: click.Parameter, value: str 
         return slice(None)
     start, colon, stop = value.partition(":")
     try:
-        return slice(int(start) if start else None, (int(stop) if stop else None) if colon else int(start) + 1)
+        first, last = int(start) if start else 0, (int(stop) if stop else None) if colon else int(start) + 1
+        if first < 0 or (last is not None and last <= first):
+            raise ValueError
+        return slice(first, last)
     except ValueError:
-        raise click.BadParameter(f"{value!r}: give a:b, a: or :b, counted in tokens from 0") from None
+        raise click.BadParameter(f"{value!r}: give a:b with a below b, a: or :b, counted in tokens from 0") from None
 
 
 def find_sample(store: "HiddenStateStore", which: str) -> int:
@@ -123,6 +129,9 @@ def show(sample: str, store: Path | None, config: Path | None, as_json: bool, la
             positions = opened.positions([int(layer) for layer in layers.split(",")])
         except ValueError:
             raise StoreError(f"--layers {layers}: give layer ids separated by commas; captured are {opened.layer_ids}") from None
+    length = int(opened.lengths[number])
+    if not range(length)[tokens]:
+        raise StoreError(f"--tokens: sample {number} has {length:,} tokens, numbered from 0; the range holds none of them")
     found = stores.details(opened, number, layers=positions, tokens=tokens, values=values)
     ids, mask = found["input_ids"][tokens], found["loss_mask"][tokens]
     runs = _text_runs(ids, mask, config)
@@ -239,6 +248,8 @@ def diff(one: Path, other: Path, as_json: bool, rows: int) -> None:
         click.echo(f"samples: {a:,} and {b:,}; {found['common']:,} in both, {only_a:,} only in the first, {only_b:,} only in the second")
         if found["relative_l2"] is not None:
             errors = ", ".join(f"{value:.2g}" for value in found["relative_l2"])
-            click.echo(f"values: {found['equal']} of {found['compared']} shared samples are equal; relative L2 by tapped layer: {errors}")
+            compared, equal = f"{found['compared']:,} of {found['common']:,} shared samples compared", found["equal"]
+            same = "all equal" if equal == found["compared"] else f"{equal:,} equal"
+            click.echo(f"values: {compared}, {same}; relative L2 by tapped layer: {errors}")
     if found["identity"] or any(found["num_only_in"]) or found.get("equal") != found.get("compared"):
         raise SystemExit(1)

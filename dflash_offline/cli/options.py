@@ -42,9 +42,12 @@ def store_path(store: Path | None, config: Path | None, *, damaged: bool = False
     if store is None:
         from dflash_offline import keys
         from dflash_offline.layout import Layout
+        from dflash_offline.status import store_was_deleted
 
         run = load_run(config)
         path = Layout(run.root_dir).store(keys.capture_key(run))
+        if store_was_deleted(Layout(run.root_dir), keys.capture_key(run), keys.train_key(run)):
+            raise StoreError(f"{path}: store deleted (the drafter is trained)")
         hint = f"nothing has been captured for {run.source.name} as it is now; run `luigi --module pipelines CaptureHiddenStates` first"
     else:
         path = store / "hidden_states.zarr" if (store / "hidden_states.zarr").is_dir() else store
@@ -52,6 +55,26 @@ def store_path(store: Path | None, config: Path | None, *, damaged: bool = False
     if not ((path / "zarr.json").is_file() or (damaged and path.is_dir())):
         raise StoreError(f"{path}: no hidden-state store; {hint}")
     return path
+
+
+# kind of a manifest -> what is missing without it, the task that makes it
+_MAKERS = {"drafter": ("trained", "TrainDrafter"), "export": ("exported", "ExportDrafter"), "report": ("reported", "WriteReport")}
+
+
+def finished_folder(run: "RunConfig", folder: Path, *, kind: str) -> Path:
+    """The folder of a finished stage, given back once its manifest is read.
+
+    Raises:
+        DFlashError: the stage has not run for the run file as it is now, or its manifest was edited.
+    """
+    from dflash_offline.errors import DFlashError
+    from dflash_offline.manifest import MANIFEST, read_manifest
+
+    if not (folder / MANIFEST).is_file():
+        done, task = _MAKERS[kind]
+        raise DFlashError(f"{folder}: nothing {done} for {run.source.name} as it is now; run `luigi --module pipelines {task}` first")
+    read_manifest(folder, kind=kind)
+    return folder
 
 
 def store_arguments(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_offline.cli.options import config_option, echo_json, json_option, load_run
+from dflash_offline.cli.options import config_option, echo_json, finished_folder, json_option, load_run
 
 if TYPE_CHECKING:
     from dflash_offline.config import RunConfig
@@ -26,7 +26,11 @@ _drafter_option = click.option(
 @click.option(
     "--from", "source", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Convert this exported folder, byte for byte."
 )
-@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder to write to; the run's own place when left out.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder to write to; a folder named by the form is made in it (not with --from). The run's own place when left out.",
+)
 def export(config: Path | None, form: str | None, step: int | None, source: Path | None, output: Path | None) -> None:
     """Write the drafter in the form that servers load, and check what was written."""
     if (step is not None or form is not None or source is not None) and output is None:
@@ -38,10 +42,13 @@ def export(config: Path | None, form: str | None, step: int | None, source: Path
         return
     from dflash_offline import keys
     from dflash_offline.export import export as run_export
+    from dflash_offline.layout import Layout
     from dflash_offline.progress import Progress
 
     run = load_run(config)
     key = keys.export_key(run)
+    if step is None:
+        finished_folder(run, Layout(run.root_dir).drafter(keys.train_key(run)), kind="drafter")
     if form is not None:
         run = run.model_copy(update={"export": run.export.model_copy(update={"formats": [form]})})
     for folder in run_export(run, key, Progress(None), step=step, folder=output):
@@ -83,7 +90,7 @@ def _exported(run: "RunConfig", drafter: Path | None) -> Path:
     from dflash_offline.layout import Layout
     from dflash_offline.manifest import read_manifest
 
-    folder = Layout(run.root_dir).export(keys.export_key(run))
+    folder = finished_folder(run, Layout(run.root_dir).export(keys.export_key(run)), kind="export")
     return folder / read_manifest(folder, kind="export")["formats"][0]
 
 

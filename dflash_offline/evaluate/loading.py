@@ -43,7 +43,9 @@ def load_decoder(
     """
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise EvaluateError('[evaluate] gpus names a GPU, but this process sees none; set [evaluate] gpus = "cpu"')
+        raise EvaluateError(
+            f'{device} is asked for, but this process sees no GPU; give --device cpu, or set [evaluate] gpus = "cpu" for the run'
+        )
     known = facts(target_folder, trust_remote_code=trust_remote_code)
     check_fits(shape, where=where, hidden_size=known.hidden_size, vocab_size=known.vocab_size, num_layers=known.num_layers)
     check_tensors(Path(where), tensors, shape)

@@ -249,5 +249,6 @@ def main(argv: list[str] | None = None) -> None:
 
     def body(config: RunConfig, arguments: argparse.Namespace, progress: Progress) -> None:
         evaluate(config, arguments.key, progress)
+        progress.update(text="written", force=True)
 
     run_stage("evaluate", body, argv, key=keys.evaluate_key)

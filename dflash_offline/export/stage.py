@@ -212,6 +212,8 @@ def main(argv: list[str] | None = None) -> None:
     from dflash_offline.stage import run_stage
 
     def body(config: RunConfig, arguments: argparse.Namespace, progress: Progress) -> None:
-        export(config, arguments.key, progress)
+        progress.update(done=0, total=len(config.export.formats), text="writing", force=True)
+        written = export(config, arguments.key, progress)
+        progress.update(done=len(written), text="written", force=True)
 
     run_stage("export", body, argv, key=keys.export_key)
