@@ -340,7 +340,12 @@ def main() -> None:
         torch.save({"rows": real["rows"]}, options.save_rows)
         return
     sections = options.sections.split(",")
-    result: dict[str, Any] = {"cores": os.cpu_count(), "environment": {k: v for k, v in manifest.environment().items() if k != "platform"}}
+    load = round(os.getloadavg()[0], 1)  # above the number of cores, the rates below are those of a machine shared with others
+    result: dict[str, Any] = {
+        "cores": os.cpu_count(),
+        "load_before": load,
+        "environment": {k: v for k, v in manifest.environment().items() if k != "platform"},
+    }
     if "codecs" in sections:
         result["codecs"] = codecs_section(real)
         print(json.dumps(result["codecs"], indent=1), flush=True)
