@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_offline import keys
+from dflash_offline import checkpoint, keys
 from dflash_offline.config import RunConfig
 from dflash_offline.errors import EvaluateError, ExportError
 from dflash_offline.evaluate import Loop
@@ -78,20 +78,21 @@ def test_export_of_a_checkpoint(run_path: Path, tmp_path: Path) -> None:
     trained = Layout(config.root_dir).drafter(keys.train_key(config))
     final = load_trained(trained)[1]
     seen = {}
-    for step in (2, 4):
+    earlier, last = checkpoint.steps(trained / "checkpoints")
+    for step in (earlier, last):
         export(config, keys.export_key(config), Progress(None), step=step, folder=tmp_path / str(step))
         seen[step] = read_drafter(tmp_path / str(step) / "zlab").tensors
-    assert all(torch.equal(seen[4][name], tensor.to(torch.bfloat16)) for name, tensor in final.items()), (
+    assert all(torch.equal(seen[last][name], tensor.to(torch.bfloat16)) for name, tensor in final.items()), (
         "the average, as in the final weights"
     )
-    assert not torch.equal(seen[2]["fc.weight"], seen[4]["fc.weight"])
-    with pytest.raises(ExportError, match=r"no checkpoint of step 3; there are 2, 4"):
+    assert not torch.equal(seen[earlier]["fc.weight"], seen[last]["fc.weight"])
+    with pytest.raises(ExportError, match=rf"no checkpoint of step 3; there are {earlier}, {last}$"):
         export(config, keys.export_key(config), Progress(None), step=3, folder=tmp_path / "3")
     wider = config.model_copy(update={"drafter": config.drafter.model_copy(update={"intermediate_size": 256})})
     state = trained.parent / keys.train_key(wider)
     state.symlink_to(trained)
     with pytest.raises(ExportError, match="other drafter sizes"):
-        export(wider, "x", Progress(None), step=2, folder=tmp_path / "wider")
+        export(wider, "x", Progress(None), step=last, folder=tmp_path / "wider")
     state.unlink()
 
 
@@ -160,5 +161,5 @@ def test_a_gpu_that_is_not_there_is_refused(run_path: Path) -> None:
 
     config = RunConfig.load(run_path)
     shape, tensors = load_trained(Layout(config.root_dir).drafter(keys.train_key(config)))
-    with pytest.raises(EvaluateError, match="sees none"):
+    with pytest.raises(EvaluateError, match="sees no GPU"):
         load_decoder(config.path(config.target.model), shape, tensors, device="cuda:0", dtype=torch.float32)
