@@ -4,6 +4,7 @@ import html.parser
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from dflash_offline.errors import DFlashError
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, damaged_files, read_json, read_manifest
 from dflash_offline.report import write_report
-from dflash_offline.report.blocks import _spread, number
-from dflash_offline.report.facts import capture_rates
+from dflash_offline.report.blocks import _spread, number, page_blocks
+from dflash_offline.report.facts import capture_rates, gather
 from dflash_offline.report.page import Code, Heading, Plot, Table, Text, markdown, self_contained_html
 from dflash_offline.report.plots import slots, training_curves
 
@@ -62,6 +63,16 @@ def test_figures_are_those_of_the_results(folder: Path, config: RunConfig) -> No
     assert len(rows) == len(corpus["bucket_edges"])
     assert sum(int(row[0].replace(",", "")) for row in rows) == corpus["counts"]["rows"]
     assert sum(int(row[1].replace(",", "")) for row in rows) == corpus["counts"]["tokens"]
+
+
+def test_what_is_left_out_is_said_and_what_is_unknown_is_not_shown(config: RunConfig) -> None:
+    facts = gather(config)
+    rows = [{**facts.metrics[-1], "step": step} for step in range(1, 41)]
+    environment = {**facts.drafter["environment"], "cuda": None}
+    text = markdown(page_blocks(replace(facts, metrics=rows, drafter={**facts.drafter, "environment": environment})))
+    assert "8 of the 40 logged steps, evenly spread" in text
+    assert "logged steps" not in markdown(page_blocks(replace(facts, metrics=rows[:8])))
+    assert "| cuda |" not in text and "| torch |" in text and "None" not in text
 
 
 class _Page(html.parser.HTMLParser):

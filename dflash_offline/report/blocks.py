@@ -143,6 +143,8 @@ def _training(facts: Facts) -> list[Block]:
     ]
     chosen = _spread(facts.metrics, 8)
     if chosen:
+        if len(chosen) < len(facts.metrics):
+            blocks.append(Text(f"{len(chosen)} of the {len(facts.metrics):,} logged steps, evenly spread; all are in metrics.jsonl."))
         blocks.append(
             Table(
                 [name for name, _ in fields],
@@ -226,7 +228,11 @@ def _versions(facts: Facts) -> list[Block]:
         environment.setdefault(name, value)
     if "+" in environment.get("torch", "") and "cuda" not in environment:
         environment["cuda"] = environment["torch"].split("+")[1]
-    rows = [[name, json.dumps(value) if isinstance(value, dict | list) else value] for name, value in sorted(environment.items())]
+    rows = [
+        [name, json.dumps(value) if isinstance(value, dict | list) else value]
+        for name, value in sorted(environment.items())
+        if value is not None
+    ]
     return [Heading("Versions"), Text("What trained the drafter."), Table(["", ""], rows)]
 
 
