@@ -81,7 +81,9 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise DFlashError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise DFlashError(f"{path}: not valid JSON ({error}); it was not written by this program or has been damaged") from None
+        raise DFlashError(
+            f"{path}: not valid JSON ({error}); it was damaged, or not written by this program. Delete it, and its stage runs again"
+        ) from None
 
 
 def checksum(path: Path) -> str:
@@ -139,7 +141,7 @@ def read_manifest(folder: Path, *, kind: str | None = None) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("digest") != digest(
         {name: value for name, value in manifest.items() if name != "digest"}
     ):
-        raise DFlashError(f"{path}: its digest does not fit its content; it was edited or damaged")
+        raise DFlashError(f"{path}: its digest does not fit its content: it was edited or damaged. Delete it, and its stage runs again")
     if kind is not None and manifest.get("kind") != kind:
         raise DFlashError(f"{path}: holds a {manifest.get('kind')!r}, wanted a {kind!r}")
     return manifest

@@ -135,6 +135,8 @@ class TrainDrafter(RunTask):
     grace_s = CHECKPOINT_GRACE_S
 
     def requires(self) -> luigi.Task:
+        with one_line():  # a GPU that is not there is said now, not after days of capture
+            train_gpus(self.run_config)
         return CaptureHiddenStates(config=self.config)
 
     def output(self) -> luigi.LocalTarget:
@@ -142,7 +144,7 @@ class TrainDrafter(RunTask):
 
     def jobs(self) -> list[Job]:
         config = self.run_config
-        devices = resolve(config.train.gpus, config.train.ranks, where="[train] gpus")
+        devices = train_gpus(config)
         world = {
             "WORLD_SIZE": str(len(devices)),
             "LOCAL_WORLD_SIZE": str(len(devices)),
@@ -186,14 +188,15 @@ class EvaluateDrafter(RunTask):
     task_key = staticmethod(keys.evaluate_key)
 
     def requires(self) -> luigi.Task:
+        with one_line():
+            evaluate_gpu(self.run_config)
         return TrainDrafter(config=self.config)
 
     def output(self) -> luigi.LocalTarget:
         return target(self.layout.evaluation(self.key) / MANIFEST)
 
     def jobs(self) -> list[Job]:
-        gpu = resolve(evaluate_gpus(self.run_config), where="[evaluate] gpus")[0]
-        return [stage_job(self, "evaluate", key=self.key, gpu=gpu)]
+        return [stage_job(self, "evaluate", key=self.key, gpu=evaluate_gpu(self.run_config))]
 
 
 class WriteReport(RunTask):
@@ -258,6 +261,11 @@ def capture_gpus(config: RunConfig) -> list[str | None]:
     return resolve(config.target.gpus, config.target.replicas, where="[target] gpus")
 
 
+def train_gpus(config: RunConfig) -> list[str | None]:
+    """The GPU of each rank."""
+    return resolve(config.train.gpus, config.train.ranks, where="[train] gpus")
+
+
 def regenerate_gpus(config: RunConfig) -> list[str | None]:
     """The GPU of each process that answers; servers are asked by one process."""
     section = config.regenerate
@@ -270,6 +278,12 @@ def regenerate_gpus(config: RunConfig) -> list[str | None]:
 def evaluate_gpus(config: RunConfig) -> Gpus:
     """GPUs of the evaluation, of which the first is used; those of training when left out."""
     return config.train.gpus if config.evaluate.gpus is None else config.evaluate.gpus
+
+
+def evaluate_gpu(config: RunConfig) -> str | None:
+    """The GPU of the evaluation."""
+    where = "[train] gpus" if config.evaluate.gpus is None else "[evaluate] gpus"
+    return resolve(evaluate_gpus(config), where=where)[0]
 
 
 def stage_job(

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -345,3 +346,48 @@ def test_report_of_the_run_records_its_keys(finished: tuple[Run, str]) -> None:
     run, _ = finished
     manifest = read_manifest(run.layout.report(keys.report_key(run.config)), kind="report")
     assert manifest["key"] == keys.report_key(run.config)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ({"mask_token_id": 2}, "is an end token of the target"),
+        ({"mask_token_id": 512}, "ids go from 0 to 511"),
+        ({"num_attention_heads": 3}, "no multiple of 2 key/value heads"),
+    ],
+)
+def test_a_drafter_that_training_would_refuse_is_refused_before_capture(
+    new_run: Callable[[str], Run], drafter: dict[str, Any], message: str
+) -> None:
+    run = new_run(f"refused-{message[:12]}")
+    run.write(drafter=drafter)
+    output = run.run(status=30)
+    assert started(output) == ["corpus"] and message in output and "Traceback" not in output
+
+
+def test_a_gpu_of_a_later_stage_that_is_not_there_is_said_at_once(new_run: Callable[[str], Run]) -> None:
+    run = new_run("no-gpu")
+    run.write(train={"gpus": [77]})
+    output = run.run(status=1, CUDA_VISIBLE_DEVICES="")
+    assert not started(output) and "[train] gpus" in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "removed", "task", "remedy"),
+    [
+        ("drafters/*/drafter/model.safetensors", "exports", "ExportDrafter", "dflash-offline reset train"),
+        ("corpora/*/loss_mask.bin", "drafters", "TrainDrafter", "dflash-offline reset corpus"),
+    ],
+)
+def test_damaged_results_are_not_built_upon(
+    finished: tuple[Run, str], tmp_path: Path, damaged: str, removed: str, task: str, remedy: str
+) -> None:
+    run = Run(tmp_path / "copy", finished[0].model, finished[0].prompts, finished[0].rows)
+    shutil.copytree(finished[0].folder, run.folder)
+    shutil.rmtree(run.layout.root / removed)
+    (path,) = run.layout.root.glob(damaged)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    output = run.run(task, status=30)
+    assert f"{path.name}: content differs from its checksum" in output and remedy in output and "Traceback" not in output

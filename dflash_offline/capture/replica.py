@@ -58,7 +58,7 @@ class Replica:
         layout = Layout(config.root_dir)
         corpus_key = keys.corpus_key(config)
         self.store_path = layout.store(capture_key)
-        self.corpus = Corpus.open(layout.corpus(corpus_key))
+        self.corpus = Corpus.open(layout.corpus(corpus_key), deep=True)
         self.plan = CapturePlan.load(layout.plan(capture_key, corpus_key))
         create_or_open(self.store_path, keys.store_identity(config))
         beat = min(5.0, lease_expires_s / 4)

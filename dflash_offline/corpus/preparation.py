@@ -1,5 +1,6 @@
 """Files of conversations -> a tokenised corpus: read, render, mask, bucket, split, count."""
 
+import errno
 import fcntl
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from dflash_offline.corpus.rows import BlockResult, Counts, RowMaker, RowOptions
 from dflash_offline.corpus.storage import Corpus, CorpusWriter
 from dflash_offline.corpus.template import FIXED_DATE, ChatTemplate, load_source, template_digest
 from dflash_offline.corpus.workers import available_cores, run_ordered
-from dflash_offline.errors import CorpusError
+from dflash_offline.errors import CorpusError, StoreFullError
 from dflash_offline.manifest import MANIFEST, write_manifest
 from dflash_offline.progress import Progress
 from dflash_offline.regenerate.parts import answer_files
@@ -33,6 +34,7 @@ def prepare(config: RunConfig, folder: Path, key: str, progress: Progress) -> Co
         CorpusError: a file cannot be read or changed meanwhile; no row can be used; nothing or everything would be
             trained on; with ``[corpus] strict`` any row that cannot be used.
         ProcessError: a worker process was killed.
+        StoreFullError: the disk is full.
     """
     folder = Path(folder)
     if (folder / MANIFEST).exists():
@@ -44,7 +46,12 @@ def prepare(config: RunConfig, folder: Path, key: str, progress: Progress) -> Co
         except BlockingIOError:
             raise CorpusError(f"{folder}: another process is preparing this corpus; wait for it") from None
         if not (folder / MANIFEST).exists():
-            _prepare(config, folder, key, progress)
+            try:
+                _prepare(config, folder, key, progress)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise StoreFullError(f"{folder}: the disk is full. Make space and run the same command again") from None
     return Corpus.open(folder)
 
 

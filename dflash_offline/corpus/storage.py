@@ -85,16 +85,19 @@ class Corpus:
         self.sources: list[str] = manifest["rows_from"]["sources"]
 
     @classmethod
-    def open(cls, folder: Path) -> "Corpus":
+    def open(cls, folder: Path, *, deep: bool = False) -> "Corpus":
         """Open a complete corpus.
+
+        Args:
+            deep: compare contents with their checksums, not only sizes.
 
         Raises:
             DFlashError: there is no manifest (preparing did not finish), or it was edited.
-            CorpusError: a file is missing or has another size.
+            CorpusError: a file is missing, has another size or, with ``deep``, other content.
         """
         manifest = read_manifest(folder, kind="corpus")
-        if problems := damaged_files(folder, manifest, deep=False):
-            raise CorpusError(f"{folder}: {problems[0]}; delete the folder and prepare the corpus again")
+        if problems := damaged_files(folder, manifest, deep=deep):
+            raise CorpusError(f"{folder}: {problems[0]}; `dflash-offline reset corpus` has it prepared again")
         return cls(folder, manifest)
 
     def __len__(self) -> int:

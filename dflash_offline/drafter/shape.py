@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dflash_offline.config import RunConfig
 from dflash_offline.errors import ConfigError, TargetError
 
 # Their angles depend on the length of the sequence in flight, which a slot of a packed micro-batch does not know.
@@ -103,6 +105,21 @@ class DrafterShape:
             layer_windows=tuple(windows),
             initializer_range=facts.initializer_range or 0.02,
         )
+
+
+def planned_shape(config: RunConfig, target_folder: Path) -> DrafterShape:
+    """The drafter that a run file asks for, mask token resolved.
+
+    Raises:
+        ConfigError: its sizes do not go together.
+        TargetError: the mask token cannot be used or none can be found; the rotary embedding cannot be carried over.
+    """
+    from dflash_offline import identity
+    from dflash_offline.target import facts, resolve_mask_token_id
+
+    mask_token_id = resolve_mask_token_id(target_folder, config.drafter.mask_token_id)
+    known = facts(target_folder, config.target.trust_remote_code)
+    return DrafterShape.from_target(known, config.drafter, identity.drafter_layer_ids(config), mask_token_id)
 
 
 def rope_of_target(parameters: dict[str, Any]) -> dict[str, Any]:

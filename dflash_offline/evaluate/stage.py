@@ -16,9 +16,10 @@ from dflash_offline.evaluate.loading import load_decoder
 from dflash_offline.evaluate.prompts import Prompt, dataset_name, read_prompts
 from dflash_offline.evaluate.run import Loop, Say, require_lossless, run_dataset
 from dflash_offline.evaluate.summary import number, overall, table
-from dflash_offline.export.reading import read_drafter, read_tensors
+from dflash_offline.export.reading import read_drafter
+from dflash_offline.export.stage import load_trained
 from dflash_offline.layout import Layout
-from dflash_offline.manifest import read_json, read_manifest, write_json, write_manifest
+from dflash_offline.manifest import read_json, write_json, write_manifest
 from dflash_offline.progress import Progress
 from dflash_offline.target import facts, load_tokenizer
 
@@ -47,8 +48,7 @@ def evaluate(config: RunConfig, key: str, progress: Progress) -> dict[str, Any]:
     """
     layout = Layout(config.root_dir)
     folder, trained = layout.evaluation(key), layout.drafter(keys.train_key(config))
-    read_manifest(trained, kind="drafter")
-    shape = DrafterShape.from_dict(read_json(trained / "drafter" / "shape.json"))
+    shape, tensors = load_trained(trained)
     device = stage_device(config)
     if device.type == "cpu":
         torch.set_num_threads(1)  # on cores that something else uses too, two threads ran four times slower than one
@@ -59,7 +59,7 @@ def evaluate(config: RunConfig, key: str, progress: Progress) -> dict[str, Any]:
     decoder = load_decoder(
         target_folder,
         shape,
-        read_tensors(trained / "drafter"),
+        tensors,
         device=device,
         dtype=dtype,
         attention=config.target.attention,

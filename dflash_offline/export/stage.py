@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from dflash_offline import checkpoint, demo, identity, keys
 from dflash_offline.config import DEMO_MODEL, RunConfig
-from dflash_offline.drafter import Drafter, DrafterShape
+from dflash_offline.drafter import Drafter, DrafterShape, planned_shape
 from dflash_offline.errors import DFlashError, ExportError
 from dflash_offline.export.card import model_card
 from dflash_offline.export.conformance import Check, check_folder, require
@@ -20,7 +20,7 @@ from dflash_offline.export.writing import write_folder
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import damaged_files, digest, read_json, read_manifest, write_bytes, write_json, write_manifest
 from dflash_offline.progress import Progress
-from dflash_offline.target import facts, resolve_mask_token_id
+from dflash_offline.target import facts
 
 
 def target_info(config: RunConfig, folder: Path) -> TargetInfo:
@@ -77,7 +77,13 @@ def export_weights(
 
 
 def load_trained(folder: Path) -> tuple[DrafterShape, dict[str, torch.Tensor]]:
-    """Shape and final weights of a trained drafter (``drafters/KEY``)."""
+    """Shape and final weights of a trained drafter (``drafters/KEY``), every file checked against its checksum.
+
+    Raises:
+        ExportError: a file is missing or damaged.
+    """
+    if problems := damaged_files(folder, read_manifest(folder, kind="drafter"), deep=True):
+        raise ExportError(f"{folder}: {problems[0]}; `dflash-offline reset train` has it written again from the last checkpoint")
     return DrafterShape.from_dict(read_json(folder / "drafter" / "shape.json")), read_tensors(folder / "drafter")
 
 
@@ -131,8 +137,7 @@ def export(config: RunConfig, key: str, progress: Progress, *, step: int | None 
     if step is None:
         shape, tensors = load_trained(trained)
     else:
-        mask_token_id = resolve_mask_token_id(target_folder, config.drafter.mask_token_id)
-        shape = DrafterShape.from_target(known, config.drafter, identity.drafter_layer_ids(config), mask_token_id)
+        shape = planned_shape(config, target_folder)
         tensors = load_checkpoint(trained, step, shape)
     check_fits(shape, where=str(trained), hidden_size=known.hidden_size, vocab_size=known.vocab_size, num_layers=known.num_layers)
     target, training, datasets = target_info(config, target_folder), _training(config, manifest, step), _evaluation(config, layout)

@@ -15,14 +15,14 @@ from dflash_offline.attention import choose_attention
 from dflash_offline.config import DEMO_MODEL, RunConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.dataset import BatchLoader, TrainingOrder, stored_indices
-from dflash_offline.drafter import Drafter, DrafterShape
+from dflash_offline.drafter import Drafter, DrafterShape, planned_shape
 from dflash_offline.errors import TrainError
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import digest
 from dflash_offline.objective import FrozenHead, Objective
 from dflash_offline.optimizer import AdamW, Weights
 from dflash_offline.store import HiddenStateStore
-from dflash_offline.target import facts, load_embedding_and_head, resolve_mask_token_id
+from dflash_offline.target import load_embedding_and_head
 from dflash_offline.train.ranks import Ranks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -88,7 +88,7 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
     dtype = DTYPES[train.dtype]
     if train.kl_weight > 0:
         raise TrainError("[train] kl_weight: training towards the target's distribution is not available; set it to 0")
-    corpus = Corpus.open(layout.corpus(keys.corpus_key(config)))
+    corpus = Corpus.open(layout.corpus(keys.corpus_key(config)), deep=True)
     # checksums are read once, by rank 0, before the ranks meet; the others look at sizes
     store = HiddenStateStore(layout.store(keys.capture_key(config)), verify=config.store.verify if ranks.first else "sizes")
     stored = stored_indices(corpus, store)
@@ -104,8 +104,7 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
         pin=device.type == "cuda",
     )
     folder = demo.ensure_converted() if config.target.model == DEMO_MODEL else identity.target_folder(config)
-    mask_token_id = resolve_mask_token_id(folder, config.drafter.mask_token_id)
-    shape = DrafterShape.from_target(facts(folder, config.target.trust_remote_code), config.drafter, wanted, mask_token_id)
+    shape = planned_shape(config, folder)
     embedding, head = load_embedding_and_head(folder, dtype=dtype, device=device)
     with torch.device(device):
         path = choose_attention(train.attention, head_dim=shape.head_dim, dtype=dtype, device=device)
