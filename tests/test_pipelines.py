@@ -385,7 +385,7 @@ def test_damaged_results_are_not_built_upon(
     run = Run(tmp_path / "copy", finished[0].model, finished[0].prompts, finished[0].rows)
     shutil.copytree(finished[0].folder, run.folder)
     shutil.rmtree(run.layout.root / removed)
-    (path,) = run.layout.root.glob(damaged)
+    (path,) = (path for path in run.layout.root.glob(damaged) if {*path.parts} & {keys.train_key(run.config), keys.corpus_key(run.config)})
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

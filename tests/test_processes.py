@@ -129,7 +129,8 @@ def running_below(me: psutil.Process) -> list[psutil.Process]:
     found = []
     for process in me.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
+            # servers that Python's multiprocessing keeps for this process are of other tests
+            if process.status() != psutil.STATUS_ZOMBIE and "multiprocessing" not in " ".join(process.cmdline()):
                 found.append(process)
     return found
 
