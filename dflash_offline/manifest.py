@@ -167,7 +167,7 @@ def environment() -> dict[str, str]:
 
     Reads package metadata only, so that a process without torch stays without it.
     """
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    versions = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
     for package in ("dflash_offline", "torch", "transformers", "tokenizers", "zarr", "numcodecs", "luigi", "triton"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
