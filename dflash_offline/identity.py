@@ -68,6 +68,15 @@ def target_folder(config: RunConfig) -> Path:
     raise TargetError(f"[target] model = {name!r}: no folder {path}")
 
 
+def model_folder(config: RunConfig) -> Path:
+    """The folder that target and tokenizer are loaded from; the demo model is converted first, once.
+
+    Raises:
+        TargetError: as ``target_folder``.
+    """
+    return demo.ensure_converted() if config.target.model == DEMO_MODEL else target_folder(config)
+
+
 def target_config(config: RunConfig) -> dict[str, Any]:
     """``config.json`` of the target; of a multimodal wrapper the whole of it (see ``text_config``)."""
     if config.target.model == DEMO_MODEL:

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_offline import demo, identity, keys, target
+from dflash_offline import identity, keys, target
 from dflash_offline.capture.checks import check_taps
 from dflash_offline.capture.forward import Forwarder
 from dflash_offline.capture.job import Backlog, LeaseLostError, PartJob, run_batches
 from dflash_offline.capture.statistics import channel_statistics
 from dflash_offline.codecs import ChannelStatistics
-from dflash_offline.config import DEMO_MODEL, RunConfig
+from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.errors import StoreError, TargetError
 from dflash_offline.layout import Layout
@@ -232,7 +232,7 @@ class Replica:
         if self.target is not None:
             return
         config = self.config.target
-        folder: Path = demo.ensure_converted() if config.model == DEMO_MODEL else identity.target_folder(self.config)
+        folder: Path = identity.model_folder(self.config)
         device = torch.device("cpu")
         if config.gpus != "cpu":
             if not torch.cuda.is_available():

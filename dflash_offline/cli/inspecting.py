@@ -157,14 +157,13 @@ def _text_runs(ids: list[int], mask: list[int], config: Path | None) -> list[tup
     """Runs of (text, trained) with the run file's tokenizer; None where there is none (a store without its run file)."""
     from itertools import groupby
 
-    from dflash_offline import demo, identity
-    from dflash_offline.config import DEMO_MODEL
+    from dflash_offline import identity
     from dflash_offline.errors import DFlashError
     from dflash_offline.target import load_tokenizer
 
     try:
         run = load_run(config)
-        folder = demo.ensure_converted() if run.target.model == DEMO_MODEL else identity.target_folder(run)
+        folder = identity.model_folder(run)
         tokenizer = load_tokenizer(folder)
     except DFlashError as error:
         click.echo(f"note: token ids instead of text ({error})", err=True)

@@ -68,10 +68,9 @@ def _convert(source: Path, output: Path | None, form: Any, config: Path | None) 
 
 
 def _target_folder(run: "RunConfig") -> Path:
-    from dflash_offline import demo, identity
-    from dflash_offline.config import DEMO_MODEL
+    from dflash_offline import identity
 
-    return demo.ensure_converted() if run.target.model == DEMO_MODEL else identity.target_folder(run)
+    return identity.model_folder(run)
 
 
 def _device(run: "RunConfig", device: str | None) -> str:

@@ -2,8 +2,8 @@
 
 import argparse
 
-from dflash_offline import demo, identity, keys
-from dflash_offline.config import DEMO_MODEL, RunConfig
+from dflash_offline import identity, keys
+from dflash_offline.config import RunConfig
 from dflash_offline.corpus.preparation import prepare
 from dflash_offline.layout import Layout
 from dflash_offline.plan import make_plan
@@ -18,7 +18,7 @@ def prepare_corpus(config: RunConfig, arguments: argparse.Namespace, progress: P
     # what training would refuse is refused here, before any GPU time is spent on capture; imported late for torch's sake
     from dflash_offline.drafter import planned_shape
 
-    planned_shape(config, demo.ensure_converted() if config.target.model == DEMO_MODEL else identity.target_folder(config))
+    planned_shape(config, identity.model_folder(config))
     capture_key = keys.capture_key(config)
     plan = make_plan(config, corpus, layout.store(capture_key), layout.plan(capture_key, arguments.key))
     progress.say(plan.summary())

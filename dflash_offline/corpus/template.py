@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_offline import demo, identity
-from dflash_offline.config import DEMO_MODEL, RunConfig
+from dflash_offline import identity
+from dflash_offline.config import RunConfig
 from dflash_offline.corpus.schema import RowRejected
 from dflash_offline.errors import CorpusError
 
@@ -69,7 +69,7 @@ def load_source(config: RunConfig) -> TemplateSource:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    folder = demo.ensure_converted() if config.target.model == DEMO_MODEL else identity.target_folder(config)
+    folder = identity.model_folder(config)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dflash_offline import demo, identity, keys
-from dflash_offline.config import DEMO_MODEL, RunConfig
+from dflash_offline import identity, keys
+from dflash_offline.config import RunConfig
 from dflash_offline.drafter import DrafterShape
 from dflash_offline.errors import EvaluateError
 from dflash_offline.evaluate.heldout import HeldoutRow, tau_replay
@@ -53,7 +53,7 @@ def evaluate(config: RunConfig, key: str, progress: Progress) -> dict[str, Any]:
     if device.type == "cpu":
         torch.set_num_threads(1)  # on cores that something else uses too, two threads ran four times slower than one
     dtype = precision(config, device)
-    target_folder = demo.ensure_converted() if config.target.model == DEMO_MODEL else identity.target_folder(config)
+    target_folder = identity.model_folder(config)
     progress.say(f"Evaluating on {device} in {str(dtype).removeprefix('torch.')}: loading target and drafter")
     progress.update(text="loading", force=True)
     decoder = load_decoder(

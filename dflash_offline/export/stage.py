@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from dflash_offline import checkpoint, demo, identity, keys
+from dflash_offline import checkpoint, identity, keys
 from dflash_offline.config import DEMO_MODEL, RunConfig
 from dflash_offline.drafter import Drafter, DrafterShape, planned_shape
 from dflash_offline.errors import DFlashError, ExportError
@@ -132,7 +132,7 @@ def export(config: RunConfig, key: str, progress: Progress, *, step: int | None 
     out = folder or layout.export(key)
     assert step is None or folder is not None, "a checkpoint never goes where the final export belongs"
     manifest = read_manifest(trained, kind="drafter") if step is None else {}
-    target_folder = demo.ensure_converted() if config.target.model == DEMO_MODEL else identity.target_folder(config)
+    target_folder = identity.model_folder(config)
     known = facts(target_folder, trust_remote_code=config.target.trust_remote_code)
     if step is None:
         shape, tensors = load_trained(trained)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from dflash_offline import demo, identity, target
-from dflash_offline.config import DEMO_MODEL, RunConfig
+from dflash_offline import identity, target
+from dflash_offline.config import RunConfig
 from dflash_offline.corpus.schema import RowRejected
 from dflash_offline.corpus.template import THINKING, ChatTemplate, load_template
 from dflash_offline.errors import RegenerateError
@@ -237,7 +237,7 @@ def run_target(config: RunConfig, work: Work, progress: Progress) -> None:
         return
     work.give_back(first)
     section = config.regenerate
-    folder: Path = demo.ensure_converted() if config.target.model == DEMO_MODEL else identity.target_folder(config)
+    folder: Path = identity.model_folder(config)
     device = torch.device("cpu")
     if (config.target.gpus if section.gpus is None else section.gpus) != "cpu":
         if not torch.cuda.is_available():

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_offline import demo, identity, keys
+from dflash_offline import identity, keys
 from dflash_offline.attention import choose_attention
-from dflash_offline.config import DEMO_MODEL, RunConfig
+from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.dataset import BatchLoader, TrainingOrder, stored_indices
 from dflash_offline.drafter import Drafter, DrafterShape, planned_shape
@@ -103,7 +103,7 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
         block_size=config.drafter.block_size,
         pin=device.type == "cuda",
     )
-    folder = demo.ensure_converted() if config.target.model == DEMO_MODEL else identity.target_folder(config)
+    folder = identity.model_folder(config)
     shape = planned_shape(config, folder)
     embedding, head = load_embedding_and_head(folder, dtype=dtype, device=device)
     with torch.device(device):
