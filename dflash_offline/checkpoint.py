@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dflash_offline.errors import CheckpointError, DFlashError, StoreFullError
-from dflash_offline.manifest import damaged_files, fsync_folder, read_json, read_manifest, write_json, write_manifest
+from dflash_offline.manifest import damaged_files, disk_is_full, fsync_folder, read_json, read_manifest, write_json, write_manifest
 
 KIND = "checkpoint"
 TENSORS = "state.safetensors"
@@ -109,11 +109,6 @@ def save(checkpoints: Path, *, key: str, tensors: dict[str, torch.Tensor], state
         raise CheckpointError(f"{final}: cannot be written ({error})") from None
     prune(checkpoints, keep=keep)
     return Checkpoint(final, state)
-
-
-def disk_is_full(error: Exception) -> bool:
-    """Whether an error means ENOSPC or EDQUOT; safetensors says so in its text only."""
-    return getattr(error, "errno", None) in (28, 122) or any(f"os error {code})" in str(error) for code in (28, 122))
 
 
 def steps(checkpoints: Path) -> list[int]:

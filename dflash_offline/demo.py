@@ -6,7 +6,6 @@ step, which the GGUF does not say (about a quarter of conversations tokenise dif
 """
 
 import contextlib
-import errno
 import fcntl
 import importlib.util
 import io
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_offline.errors import TargetError
-from dflash_offline.manifest import fsync_folder
+from dflash_offline.manifest import disk_is_full, fsync_folder
 
 CONVERSION = 1  # raised when the conversion changes, so that an older converted folder is not used
 _MARK = "tokenizer.json"  # the folder is renamed whole, so one file in it stands for all
@@ -96,7 +95,7 @@ def ensure_converted() -> Path:
                 _convert(source, partial)
             except OSError as error:
                 shutil.rmtree(partial, ignore_errors=True)
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if disk_is_full(error):
                     raise TargetError(
                         f"{folder.parent}: the disk is full; the demo model needs 275 MB. Make space, or set XDG_CACHE_HOME to another disk"
                     ) from None

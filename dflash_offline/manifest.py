@@ -35,6 +35,12 @@ def fsync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def disk_is_full(error: BaseException) -> bool:
+    """Whether an error means ENOSPC or EDQUOT; safetensors says so in its text only."""
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in codes or any(f"os error {code})" in str(error) for code in codes)
+
+
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Write a file whole: temporary name beside it, fsync, rename, fsync of the folder.
 
@@ -55,7 +61,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if disk_is_full(error):
             raise StoreFullError(
                 f"{path}: the disk is full; {len(content):,} bytes were needed. Make space and run the same command again"
             ) from error

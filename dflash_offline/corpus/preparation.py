@@ -1,6 +1,5 @@
 """Files of conversations -> a tokenised corpus: read, render, mask, bucket, split, count."""
 
-import errno
 import fcntl
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from dflash_offline.corpus.storage import Corpus, CorpusWriter
 from dflash_offline.corpus.template import FIXED_DATE, ChatTemplate, load_source, template_digest
 from dflash_offline.corpus.workers import available_cores, run_ordered
 from dflash_offline.errors import CorpusError, StoreFullError
-from dflash_offline.manifest import MANIFEST, write_manifest
+from dflash_offline.manifest import MANIFEST, disk_is_full, write_manifest
 from dflash_offline.progress import Progress
 from dflash_offline.regenerate.parts import answer_files
 
@@ -49,7 +48,7 @@ def prepare(config: RunConfig, folder: Path, key: str, progress: Progress) -> Co
             try:
                 _prepare(config, folder, key, progress)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if not disk_is_full(error):
                     raise
                 raise StoreFullError(f"{folder}: the disk is full. Make space and run the same command again") from None
     return Corpus.open(folder)

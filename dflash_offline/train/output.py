@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from dflash_offline import checkpoint
 from dflash_offline.errors import StoreFullError
-from dflash_offline.manifest import write_json, write_manifest
+from dflash_offline.manifest import disk_is_full, write_json, write_manifest
 from dflash_offline.train.ranks import Ranks
 from dflash_offline.train.records import METRICS, read_metrics
 from dflash_offline.train.setup import Setup
@@ -34,7 +34,7 @@ def write(setup: Setup, ranks: Ranks) -> dict[str, Any]:
         save_file(tensors, temporary, metadata={"format": "pt"})
     except Exception as error:
         temporary.unlink(missing_ok=True)
-        if checkpoint.disk_is_full(error):
+        if disk_is_full(error):
             text = "the disk is full; checkpoints are intact. Make space, run the same command again"
             raise StoreFullError(f"{folder / WEIGHTS}: {text}") from None
         raise
