@@ -99,7 +99,7 @@ def reference_page() -> str:
     lines = [
         "# Run file",
         "",
-        "Made from `dflash_offline/config.py` by `python -m dflash_offline.reference`; a test fails when this page is out of date.",
+        "Made from `dflash_offline/config/` by `python -m dflash_offline.reference`; a test fails when this page is out of date.",
         "",
         "A run file is TOML. Unknown keys are refused. Paths are relative to the run file.",
         "`dflash-offline init > run.toml` writes a commented one for an 8-GPU machine.",

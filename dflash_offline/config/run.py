@@ -1,0 +1,151 @@
+"""The whole run file: its sections, its paths, and the settings that only make sense together."""
+
+import glob
+import tomllib
+from pathlib import Path
+
+from pydantic import Field, ValidationError, model_validator
+
+from dflash_offline import fields
+from dflash_offline.config.corpus import CorpusConfig
+from dflash_offline.config.drafter import DrafterConfig
+from dflash_offline.config.regenerate import RegenerateConfig
+from dflash_offline.config.results import EvaluateConfig, ExportConfig
+from dflash_offline.config.section import Section
+from dflash_offline.config.store import StoreConfig
+from dflash_offline.config.target import TargetConfig
+from dflash_offline.config.train import TrainConfig
+from dflash_offline.errors import ConfigError
+
+EMBEDDED = Path(__file__).parents[1] / "demo_run.toml"
+DEMO_MODEL = "demo:smollm2"
+
+
+class RunConfig(Section):
+    """One run file. ``source`` and ``root`` are absolute; ``path()`` resolves any other path in it."""
+
+    root: str = Field("dflash-run", description="Folder that everything is written to, relative to this file.")
+    target: TargetConfig
+    regenerate: RegenerateConfig = RegenerateConfig()
+    corpus: CorpusConfig
+    store: StoreConfig = StoreConfig()
+    drafter: DrafterConfig = DrafterConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    export: ExportConfig = ExportConfig()
+
+    _source: Path = Path("run.toml")
+
+    @property
+    def source(self) -> Path:
+        """The run file itself, absolute."""
+        return self._source
+
+    @property
+    def root_dir(self) -> Path:
+        """Absolute folder of the run. The embedded run file's is in the current folder, not in the package."""
+        base = Path.cwd() if self._source == EMBEDDED else self._source.parent
+        return (base / self._expand(self.root)).resolve()
+
+    @property
+    def regenerates(self) -> bool:
+        """Whether the corpus is made of answers that the target writes anew."""
+        return bool(self.regenerate.prompts)
+
+    @property
+    def gamma(self) -> float:
+        """Decay of the slot weights: as given, else 4, 5, 7 for block sizes 8, 10, 16 (arXiv 2602.06036), else on lines through these."""
+        if self.train.gamma is not None:
+            return self.train.gamma
+        size = self.drafter.block_size
+        return size / 2.0 if size <= 10 else 5.0 + (size - 10) / 3.0
+
+    def path(self, name: str) -> Path:
+        """A path as written in the run file -> absolute."""
+        return (self._source.parent / self._expand(name)).absolute()
+
+    def _expand(self, name: str) -> Path:
+        try:
+            return Path(name).expanduser()
+        except RuntimeError:
+            raise ConfigError(f"{self._source.name}: {name!r}: there is no such user; write ./{name} for a folder of that name") from None
+
+    def files(self, patterns: list[str], *, where: str) -> list[Path]:
+        """Expand files, folders and globs to existing files, sorted inside each pattern.
+
+        Hidden files and folders (names that start with a dot) inside a folder are left out.
+
+        Raises:
+            ConfigError: a pattern matches nothing.
+        """
+        found: list[Path] = []
+        for pattern in patterns:
+            path = self.path(pattern)
+            if path.is_dir():
+                inside = (entry for entry in path.rglob("*") if not any(part.startswith(".") for part in entry.relative_to(path).parts))
+                matched = sorted(entry for entry in inside if entry.is_file())
+            elif path.exists():
+                matched = [path]
+            else:  # root_dir, not a joined pattern: the run file's own folder may have brackets in its name
+                names = glob.iglob(str(self._expand(pattern)), root_dir=self._source.parent, recursive=True)  # noqa: PTH207
+                matched = sorted(entry for entry in map(self.path, names) if entry.is_file())
+            if not matched:
+                raise ConfigError(f"{self._source.name}: {where}: {pattern!r} matches no file (looked for {path})")
+            found.extend(matched)
+        return found
+
+    @model_validator(mode="after")
+    def _clashes(self) -> "RunConfig":
+        if "regenerate" in self.model_fields_set and not self.regenerates:
+            raise ValueError("[regenerate] prompts names no file; name prompt files, or remove the section")
+        if self.regenerates and self.corpus.files:
+            raise ValueError(
+                "[corpus] files and [regenerate] prompts are both given; remove files to train on the regenerated answers, "
+                "or [regenerate] to train on the answers in files"
+            )
+        if not self.regenerates and not self.corpus.files:
+            raise ValueError("[corpus] files names no file; name conversation files, or prompts in [regenerate]")
+        if self.train.tokens_per_batch < self.corpus.max_length:
+            raise ValueError(
+                f"[train] tokens_per_batch = {self.train.tokens_per_batch} is below [corpus] max_length = {self.corpus.max_length}; "
+                "a micro-batch must hold the longest conversation"
+            )
+        if self.train.slots_per_batch < self.drafter.block_size:
+            raise ValueError(
+                f"[train] slots_per_batch = {self.train.slots_per_batch} is below [drafter] block_size = {self.drafter.block_size}"
+            )
+        if self.train.kl_weight > 0 and not self.store.store_last_hidden:
+            raise ValueError(
+                "[train] kl_weight needs the target's last hidden state: set [store] store_last_hidden = true (and capture again)"
+            )
+        captured, wanted = self.target.capture_layer_ids, self.drafter.target_layer_ids
+        if isinstance(captured, list) and wanted is not None and (missing := [i for i in wanted if i not in captured]):
+            raise ValueError(f"[drafter] target_layer_ids names {missing}, which [target] capture_layer_ids = {captured} does not capture")
+        return self
+
+    @classmethod
+    def load(cls, path: Path | str) -> "RunConfig":
+        """Read and validate a run file.
+
+        Raises:
+            ConfigError: one line that names file, section, key and what is allowed.
+        """
+        path = Path(path).absolute()
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such run file; `dflash-offline init > run.toml` writes a commented one") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+        try:
+            tables = tomllib.loads(content.decode("utf-8-sig"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path.name}: not valid TOML: {error}") from None
+        try:
+            config = cls.model_validate(tables)
+        except ValidationError as error:
+            raise ConfigError("; ".join(f"{path.name}: {line}" for line in fields.explain(cls, tables, error)[:3])) from None
+        config._source = path
+        if config.root_dir.exists() and not config.root_dir.is_dir():
+            raise ConfigError(f"{path.name}: root = {config.root!r} is a file ({config.root_dir}); name a folder")
+        return config
