@@ -34,7 +34,7 @@ class Tiles:
     key_keys: int = 128
     key_warps: int = 8
     key_stages: int = 3
-    key_splits: int = 2
+    key_splits: int = 3
     """Programs that share the rows of one tile of context keys; their sums are added in a fixed order."""
 
 
@@ -153,7 +153,7 @@ def launch_context_gradient(
     sizes, (count, groups) = _sizes(query, key, plan.block_size), key.shape[:2]
     dtype = key.dtype if tiles.key_splits == 1 else torch.float32
     by_key, by_value = (key.new_empty(tiles.key_splits, *key.shape, dtype=dtype) for _ in range(2))
-    context_gradient_kernel[(-(-count // tiles.key_keys), groups, tiles.key_splits)](
+    context_gradient_kernel[(groups * tiles.key_splits, -(-count // tiles.key_keys))](
         query, key, value, gradient, normaliser, delta, by_key, by_value, plan.start, plan.end, plan.ranges,
         query.shape[0] * sizes["P"], count, query.shape[2] ** -0.5,
         **sizes, M=tiles.key_rows, K=tiles.key_keys, WINDOW=plan.window, SPLITS=tiles.key_splits,

@@ -13,6 +13,7 @@ Legend: N blocks, B slots of a block, S = N * B, C context rows, K tapped layers
 G key/value heads, D head width.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +75,14 @@ class SelfAttention(nn.Module):
     def _heads(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.shape.head_dim))
 
-    def context(self, context: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys and values [C, G, D] of context features [C, H]."""
-        return rotate(self.k_norm(self._heads(self.k_proj(context))), rotation), self._heads(self.v_proj(context))
+    def project_context(self, context: Tensor) -> Tensor:
+        """[C, H] -> [C, 2 * G * D] for this layer alone: context keys before their norm, then values."""
+        return torch.cat([self.k_proj(context), self.v_proj(context)], -1)
+
+    def context(self, projected: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys and values [C, G, D] of projected context features [C, 2 * G * D]."""
+        key, value = projected.chunk(2, -1)
+        return rotate(self.k_norm(self._heads(key)), rotation), self._heads(value)
 
     def block(self, states: Tensor, rotation: Rotation, *, compact: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [S, A, D], keys and values [S, G, D] of the slots; ``compact``: states holds N + 1 rows to be spread."""
@@ -85,6 +91,17 @@ class SelfAttention(nn.Module):
         if compact:
             query, key, value = (spread(rows, self.shape.block_size) for rows in (query, key, value))
         return rotate(query, rotation), rotate(key, rotation), value
+
+
+def project_context(context: Tensor, layers: Iterable["Layer"]) -> tuple[Tensor, ...]:
+    """:meth:`SelfAttention.project_context` of every layer, for many rows.
+
+    All layers read the same context, so theirs is one product: ten small ones fill a GPU badly. Copying the weights
+    together costs a hundredth of it.
+    """
+    weights = [(layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight) for layer in layers]
+    stacked = torch.cat([weight for pair in weights for weight in pair])
+    return F.linear(context, stacked).split([key.shape[0] + value.shape[0] for key, value in weights], -1)
 
 
 class Mlp(nn.Module):
@@ -110,16 +127,16 @@ class Layer(nn.Module):
     def forward(
         self,
         states: Tensor,
-        context: Tensor,
+        projected: Tensor,
         context_rotation: Rotation,
         slot_rotation: Rotation,
         plan: Any,
         compact: bool,
         drop_first: bool,
     ) -> Tensor:
-        """states [S, H] (``compact``: [N + 1, H]), context [C, H] -> [S, H] (``drop_first``: [N * (B - 1), H])."""
+        """states [S, H] (``compact``: [N + 1, H]), projected context [C, 2 * G * D] -> [S, H] (``drop_first``: [N * (B - 1), H])."""
         attention = self.self_attn
-        context_key, context_value = attention.context(context, context_rotation)
+        context_key, context_value = attention.context(projected, context_rotation)
         query, key, value = attention.block(self.input_layernorm(states), slot_rotation, compact=compact)
         attended = attention.attention.attend(query, context_key, context_value, key, value, plan).flatten(1)
         if compact:
@@ -219,9 +236,10 @@ class Drafter(nn.Module):
         compact = mask_embedding is not None
         states = torch.cat([block_embeddings, mask_embedding[None]]) if compact else block_embeddings.flatten(0, 1)
         last = len(self.layers) - 1
-        for index, (layer, window) in enumerate(zip(self.layers, self.shape.layer_windows, strict=True)):
+        projections = project_context(context, self.layers)
+        for index, (layer, projected, window) in enumerate(zip(self.layers, projections, self.shape.layer_windows, strict=True)):
             short = {"compact": compact and index == 0, "drop_first": trained_slots_only and index == last}
-            states = layer(states, context, context_rotation, slot_rotation, plans[window], **short)
+            states = layer(states, projected, context_rotation, slot_rotation, plans[window], **short)
         return self.norm(states).unflatten(0, (blocks.num_blocks, -1))
 
     def start_cache(self) -> DraftCache:
@@ -252,7 +270,7 @@ class Drafter(nn.Module):
         states = block_embeddings
         for index, (layer, window) in enumerate(zip(self.layers, self.shape.layer_windows, strict=True)):
             attention = layer.self_attn
-            new_key, new_value = attention.context(context, context_rotation)
+            new_key, new_value = attention.context(attention.project_context(context), context_rotation)
             cache.keys[index] = torch.cat([cache.keys[index], new_key])
             cache.values[index] = torch.cat([cache.values[index], new_value])
             query, key, value = attention.block(layer.input_layernorm(states), slot_rotation, compact=False)

@@ -95,7 +95,7 @@ class RowsDrafter:
         context = self.drafter.context_features(taps.to(self.drafter.norm.weight.dtype).flatten(0, 1))
         rotation = self.drafter.rotation(positions.flatten())
         for layer, keys, values in zip(self.drafter.layers, self.keys, self.values, strict=True):
-            key, value = layer.self_attn.context(context, rotation)
+            key, value = layer.self_attn.context(layer.self_attn.project_context(context), rotation)
             keys[rows[:, None], positions] = key.unflatten(0, positions.shape)
             values[rows[:, None], positions] = value.unflatten(0, positions.shape)
 
