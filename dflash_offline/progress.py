@@ -4,13 +4,16 @@ The file is what ``dflash-offline status`` and the supervisor read; the lines la
 the supervisor forwards them to the terminal. Both are advisory: a full disk or a closed terminal never stops a run.
 
 Keys of the file: ``done`` and ``total`` (units of the stage's own: rows, parts, steps; null when not known),
-``text`` (what it is doing), ``time`` (unix seconds of the last update), ``host`` and ``pid``, ``key`` (the stage's content
-key, null until it is known), ``ended`` (true once the process is done, whichever way), ``numbers`` (name -> number).
+``text`` (what it is doing), ``time`` (unix seconds of the last update), ``host`` and ``pid``, ``command`` (pid of the command
+that started it, null by hand), ``gpu`` (its physical id as the supervisor gave it, null on the CPU), ``key`` (the stage's content
+key, null until it is known), ``ended`` (true once the process is done, whichever way), ``numbers`` (name -> number), ``warnings``
+(the last few lines that began with "warning:", each with its time).
 """
 
 import contextlib
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ from dflash_offline.errors import DFlashError
 from dflash_offline.manifest import read_json, write_json
 
 MIN_INTERVAL_S = 0.5
+KEPT_WARNINGS = 5
+COMMAND = "DFLASH_COMMAND"  # environment: pid of the command that all processes of a run descend from
 
 
 class Progress:
@@ -37,9 +42,12 @@ class Progress:
             "time": time.time(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "command": int(command) if (command := os.environ.get(COMMAND, "")).isdecimal() else None,
+            "gpu": os.environ.get("CUDA_VISIBLE_DEVICES") or None,
             "key": None,
             "ended": False,
             "numbers": {},
+            "warnings": [],
         }
         self._written_at = float("-inf")
 
@@ -64,13 +72,27 @@ class Progress:
         """Write the state as it is now."""
         self._written_at = time.monotonic()
         if self.path is not None:
+            if (held := _gpu_bytes()) is not None:
+                self.state["numbers"]["gpu_bytes"] = held
             with contextlib.suppress(OSError, DFlashError):
                 write_json(self.path, self.state, durable=False)
 
     def say(self, text: str) -> None:
-        """Print one line at once; it is seen in the log and on the terminal."""
+        """Print one line at once; it is seen in the log and on the terminal. One that begins with "warning:" is kept in the file."""
+        if text.startswith("warning:"):
+            self.state["warnings"] = [*self.state["warnings"], [time.time(), text.removeprefix("warning:").strip()]][-KEPT_WARNINGS:]
+            self.flush()
         with contextlib.suppress(OSError):  # the reader may be gone: `luigi ... | head`
             print(text, flush=True)
+
+
+def _gpu_bytes() -> int | None:
+    """What torch holds of this process's GPU; None without one. Never the reason that torch is imported or a GPU touched."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not getattr(cuda, "is_initialized", lambda: False)():
+        return None
+    return int(cuda.memory_reserved())
 
 
 def read_progress(path: Path) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_offline.progress import MIN_INTERVAL_S, Progress, read_progress
+from dflash_offline.progress import COMMAND, KEPT_WARNINGS, MIN_INTERVAL_S, Progress, read_progress
 
 
 def test_file_has_the_documented_keys(tmp_path: Path) -> None:
@@ -17,11 +17,33 @@ def test_file_has_the_documented_keys(tmp_path: Path) -> None:
     progress = Progress(tmp_path / "p.json")
     progress.update(done=3, total=10, text="parts", tokens_per_s=12.5)
     state = json.loads((tmp_path / "p.json").read_text())
-    assert state.keys() == {"done", "total", "text", "time", "host", "pid", "key", "ended", "numbers"}
+    assert state.keys() == {"done", "total", "text", "time", "host", "pid", "command", "gpu", "key", "ended", "numbers", "warnings"}
     assert (state["done"], state["total"], state["text"], state["pid"]) == (3, 10, "parts", os.getpid())
     assert (state["host"], state["key"], state["ended"]) == (socket.gethostname(), None, False)
     assert state["numbers"] == {"tokens_per_s": 12.5}
     assert before <= state["time"] <= time.time()
+
+
+def test_whose_it_is_and_on_which_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMMAND, "1234")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    Progress(tmp_path / "p.json").flush()
+    state = read_progress(tmp_path / "p.json")
+    assert state is not None and (state["command"], state["gpu"]) == (1234, "3")
+    monkeypatch.setenv(COMMAND, "x")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    state = Progress(None).state
+    assert (state["command"], state["gpu"]) == (None, None)
+
+
+def test_the_last_warnings_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(tmp_path / "p.json")
+    for number in range(KEPT_WARNINGS + 2):
+        progress.say(f"warning: slow {number}")
+    progress.say("all is well")
+    state = read_progress(tmp_path / "p.json")
+    assert state is not None and [text for _, text in state["warnings"]] == [f"slow {number}" for number in range(2, KEPT_WARNINGS + 2)]
+    assert "warning: slow 0\n" in capsys.readouterr().out
 
 
 def test_updates_merge_and_zero_is_a_value(tmp_path: Path) -> None:

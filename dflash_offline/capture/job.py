@@ -35,7 +35,8 @@ class Backlog:
     """Bounds what waits to be written, in batches, over all jobs of a replica; counts the time spent waiting for room."""
 
     def __init__(self, batches: int) -> None:
-        self._room = threading.Semaphore(batches)
+        self._room, self._counted = threading.Semaphore(batches), threading.Lock()
+        self.limit, self.waiting = batches, 0  # room in all, and how much of it is taken: what is not yet written
         self.waited_s = 0.0
 
     def enter(self, gave_up: Callable[[], bool]) -> bool:
@@ -45,9 +46,13 @@ class Backlog:
             if gave_up():
                 return False
         self.waited_s += time.monotonic() - start
+        with self._counted:
+            self.waiting += 1
         return True
 
     def leave(self) -> None:
+        with self._counted:
+            self.waiting -= 1
         self._room.release()
 
 

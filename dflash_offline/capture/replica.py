@@ -189,7 +189,7 @@ class Replica:
 
         def progress(rows: int, tokens: int) -> None:
             self._computed_tokens += tokens
-            self._report(text=f"{part.name}: {rows} of {len(part.rows)} rows")
+            self._report(text=f"{part.name}: {rows} of {len(part.rows)} rows", part_rows_done=rows, part_rows=len(part.rows))
 
         tokens = run_batches(part, job, self.forwarder, self.corpus, resume=resume, first_batch=first_batch, progress=progress)
         if job.error is not None:
@@ -311,7 +311,7 @@ class Replica:
     def tokens_per_s(self) -> float:
         return self._computed_tokens / max(time.monotonic() - self._started, 1e-9) if self._started else 0.0
 
-    def _report(self, *, text: str, force: bool = False) -> None:
+    def _report(self, *, text: str, force: bool = False, **part: float) -> None:
         committed = set(committed_parts(self.store_path)) if force or time.monotonic() - self._looked > 2 else self._seen
         self._seen, self._looked = committed, time.monotonic()
         done = sum(part.name in committed for part in self.plan.parts)
@@ -319,6 +319,7 @@ class Replica:
         numbers: dict[str, float] = {"tokens": self._computed_tokens, "replica": self.replica, "tokens_left": left}
         if rate := self.tokens_per_s:
             numbers |= {"tokens_per_s": round(rate, 1), "eta_s": round(left / rate / max(1, self.replicas), 1)}
+        numbers |= {"writer_queue": self.backlog.waiting, "writer_queue_limit": self.backlog.limit, **part}
         self.progress.update(done=done, total=len(self.plan.parts), text=text, force=force, **numbers)
 
     def _say_committed(self, name: str) -> None:

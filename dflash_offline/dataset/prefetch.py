@@ -89,6 +89,11 @@ class Prefetcher(Generic[Job, Item]):
         return bool(self._ready)
 
     @property
+    def depth(self) -> int:
+        """Items loaded and not yet taken."""
+        return len(self._ready)
+
+    @property
     def held_bytes(self) -> int:
         """Bytes loaded and not yet taken."""
         return self._held_bytes

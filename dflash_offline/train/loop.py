@@ -211,7 +211,7 @@ class Trainer:
         jobs = (job for number in range(self.next_step, self.order.total_steps) for job in self.jobs(self.order.step(number)))
         try:
             with Prefetcher(jobs, self.setup.loader.load) as reader:
-                feed = self.feed(reader, training=True)
+                feed, self.reporter.reader = self.feed(reader, training=True), reader
                 while self.next_step < self.order.total_steps:
                     began = time.perf_counter()
                     self.train_step(self.order.step(self.next_step), feed, began=began)

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from dflash_offline.config import TrainConfig
-from dflash_offline.dataset import BatchShape, Step
+from dflash_offline.dataset import BatchShape, Prefetcher, Step
 from dflash_offline.errors import TrainError
 from dflash_offline.progress import Progress
 from dflash_offline.train.records import Records, ThroughputWatch, heldout_line, status_line
@@ -19,11 +19,13 @@ class Reporter:
     Attributes:
         earlier_s: seconds of training before this process, from the checkpoint.
         total_tokens: context tokens trained since the first step of the run.
+        reader: what reads ahead, while the loop runs: how much it holds is told.
     """
 
     def __init__(self, train: TrainConfig, progress: Progress, *, total_steps: int, num_ranks: int) -> None:
         self.train, self.progress, self.total_steps, self.num_ranks = train, progress, total_steps, num_ranks
         self.records: Records | None = None
+        self.reader: Prefetcher[Any, Any] | None = None
         self.first_step, self.earlier_s, self.total_tokens = 0, 0.0, 0
         self.started = time.monotonic()
         self.last_row: dict[str, Any] = {}
@@ -56,7 +58,10 @@ class Reporter:
         number = step.number + 1
         if number % self.train.log_every == 0 or number in (self.first_step + 1, self.total_steps) or stopping:
             self._log(step, numbers, lr=lr, noise=noise, norm=norm)
-        shown = {name: self.last_row[name] for name in ("loss", "tau", "tokens_per_s", "wait_share", "eta_s") if self.last_row}
+        told = ("loss", "tau", "tokens_per_s", "read_bytes_per_s", "wait_share", "eta_s")
+        shown = {name: self.last_row[name] for name in told if self.last_row}
+        if self.reader is not None:
+            shown |= {"reader_queue": self.reader.depth, "reader_queue_bytes": self.reader.held_bytes}
         self.progress.update(done=number, total=self.total_steps, text="training", **shown)
 
     def _watch_speed(self, shape: BatchShape, numbers: StepNumbers, *, waited_s: float, seconds: float) -> None:
