@@ -7,7 +7,7 @@ What a run is
     ``keys``        content key of each stage: what is in it      ``identity``  digests that the keys are made of
     ``layout``      every path under the root, named once         ``manifest``  whole-file writes; the mark of completion
     ``errors``      every error a user can mend, as a tree        ``fields``    the run file's fields and faults in words
-    ``reference``   run file and reference page made from the model
+    ``inputs``      files, globs, standard input, data sets       ``reference`` run file and reference page made from the model
 
 Phase 1: conversations -> hidden states
     ``regenerate``  the target writes the answers itself                  stage ``python -m dflash_offline.regenerate``

@@ -16,6 +16,7 @@
       evaluations/EVALUATE_KEY/         results.json; manifest.json
       reports/REPORT_KEY/               report.md, report.html; manifest.json
       logs/STAGE/                       one log and one progress file per model process
+      inputs/                           standard input as it was piped in; where Hugging Face data sets lie
       cache/                            digests of input files; compiled kernels live elsewhere
 """
 
@@ -61,6 +62,10 @@ class Layout:
 
     def logs(self, stage: str) -> Path:
         return self.root / "logs" / stage
+
+    @property
+    def inputs(self) -> Path:
+        return self.root / "inputs"
 
     @property
     def cache(self) -> Path:

@@ -12,10 +12,12 @@ from pathlib import Path
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.errors import DFlashError
+from dflash_offline.inputs import stdin_name
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST
 
 _KEY = re.compile(r"[0-9a-f]{16}")
+_STREAM = re.compile(r"stdin-[0-9a-f]{32}")
 # folder under the root -> what marks an entry of it as ours
 _OURS: dict[str, set[str]] = {
     "regenerations": {MANIFEST, "plan.json", "parts"},
@@ -102,6 +104,9 @@ def prune_plan(configs: list[RunConfig], *, store: bool = False, checkpoints: bo
                 continue
             if any((entry / mark).exists() for mark in marks):
                 removals.append(Removal(f"{kind[:-1] if kind != 'corpora' else 'corpus'} of another key", [entry], _size(entry)))
+    streams = [path for path in layout.inputs.glob("stdin-*") if _STREAM.fullmatch(path.name)] if not layout.inputs.is_symlink() else []
+    if older := sorted(path for path in streams if path.name != stdin_name(layout)):
+        removals.append(Removal("standard input of earlier runs", older, sum(map(_size, older))))
     for config in configs:
         trained = layout.drafter(keys.train_key(config))
         if not (trained / MANIFEST).is_file():

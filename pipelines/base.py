@@ -17,6 +17,7 @@ import luigi
 from dflash_offline.config import EMBEDDED, RunConfig
 from dflash_offline.errors import DFlashError, ProcessError
 from dflash_offline.gpus import locked
+from dflash_offline.inputs import take_stdin
 from dflash_offline.layout import Layout
 from dflash_offline.processes import Job, run_jobs
 from pipelines.outcome import Outcome
@@ -33,8 +34,10 @@ def outcome() -> Outcome:
 
 @functools.lru_cache
 def load(path: Path) -> RunConfig:
-    """The run file, read once a process: one command works on one state of it."""
-    return RunConfig.load(path)
+    """The run file, read once a process: one command works on one state of it, and on one state of its standard input."""
+    config = RunConfig.load(path)
+    take_stdin(config, print)
+    return config
 
 
 @functools.lru_cache

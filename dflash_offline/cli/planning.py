@@ -49,8 +49,10 @@ def plan(
     """
     from dflash_offline.errors import StoreFullError
     from dflash_offline.estimate import estimate
+    from dflash_offline.inputs import take_stdin
 
     run = load_run(config)
+    take_stdin(run, lambda text: click.echo(text, err=True))
     found = estimate(run, sample=sample, capture_tokens_per_s=capture_tokens_per_s, train_tokens_per_s=train_tokens_per_s)
     if as_json:
         echo_json(found.to_dict())

@@ -26,6 +26,9 @@ def smoke(config: Path | None, rows: int, steps: int, keep: bool) -> None:
 
     Same target, GPUs, shapes and settings; fewer rows and steps. What fails here would have failed after hours.
     """
+    from dflash_offline.inputs import take_stdin
     from dflash_offline.smoke import run_smoke
 
-    run_smoke(load_run(config), rows=rows, steps=steps, keep=keep, say=click.echo)
+    run = load_run(config)
+    take_stdin(run, click.echo)
+    run_smoke(run, rows=rows, steps=steps, keep=keep, say=click.echo)

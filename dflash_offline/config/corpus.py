@@ -13,7 +13,8 @@ class CorpusConfig(Section):
 
     files: list[str] = Field(
         [],
-        description="Conversation files, folders or globs: JSONL, JSON, Parquet, Arrow; gzip, bz2, xz, zstd. Left out with [regenerate].",
+        description='Conversation files, folders or globs: JSONL, JSON, Parquet, Arrow; gzip, bz2, xz, zstd; "-" for standard input; '
+        "owner/name@config:split of a Hugging Face data set (pip install datasets). Left out with [regenerate].",
     )
     bucket_edges: list[PositiveInt] | Literal["auto"] = Field(
         [770, 1216, 1728, 2432, 3296, 8193],

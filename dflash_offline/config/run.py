@@ -1,6 +1,5 @@
 """The whole run file: its sections, its paths, and the settings that only make sense together."""
 
-import glob
 import tomllib
 from pathlib import Path
 
@@ -71,28 +70,10 @@ class RunConfig(Section):
             raise ConfigError(f"{self._source.name}: {name!r}: there is no such user; write ./{name} for a folder of that name") from None
 
     def files(self, patterns: list[str], *, where: str) -> list[Path]:
-        """Expand files, folders and globs to existing files, sorted inside each pattern.
+        """Files, folders, globs, standard input and Hugging Face data sets -> existing files (``inputs.expand``)."""
+        from dflash_offline.inputs import expand
 
-        Hidden files and folders (names that start with a dot) inside a folder are left out.
-
-        Raises:
-            ConfigError: a pattern matches nothing.
-        """
-        found: list[Path] = []
-        for pattern in patterns:
-            path = self.path(pattern)
-            if path.is_dir():
-                inside = (entry for entry in path.rglob("*") if not any(part.startswith(".") for part in entry.relative_to(path).parts))
-                matched = sorted(entry for entry in inside if entry.is_file())
-            elif path.exists():
-                matched = [path]
-            else:  # root_dir, not a joined pattern: the run file's own folder may have brackets in its name
-                names = glob.iglob(str(self._expand(pattern)), root_dir=self._source.parent, recursive=True)  # noqa: PTH207
-                matched = sorted(entry for entry in map(self.path, names) if entry.is_file())
-            if not matched:
-                raise ConfigError(f"{self._source.name}: {where}: {pattern!r} matches no file (looked for {path})")
-            found.extend(matched)
-        return found
+        return expand(self, patterns, where=where)
 
     @model_validator(mode="after")
     def _clashes(self) -> "RunConfig":

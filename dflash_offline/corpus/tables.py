@@ -7,7 +7,8 @@ from typing import Any
 from dflash_offline.errors import CorpusError
 
 _TABLE_ROWS = 256
-_COLUMNS = {"messages", "conversations", "system", "system_prompt", "tools", "functions", "finish_reason", "source"}
+_CONVERSATIONS = {"messages", "conversations", "prompt"}
+_BESIDE_THEM = {"system", "system_prompt", "tools", "functions", "finish_reason", "status", "source", "id"}
 
 
 def read_table(path: Path, head: bytes) -> Iterator[tuple[bytes, int, int]]:
@@ -51,10 +52,10 @@ def _columns(path: Path, schema: Any) -> list[str]:
     def may_hold_messages(kind: Any) -> bool:
         return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_struct(kind.value_type)
 
-    found = [field.name for field in schema if field.name in _COLUMNS or may_hold_messages(field.type)]
+    found = {field.name for field in schema if field.name in _CONVERSATIONS or may_hold_messages(field.type)}
     if not found:
         raise CorpusError(f"{path}: no column holds conversations; its columns are {', '.join(schema.names[:12])}")
-    return found
+    return [name for name in schema.names if name in found | _BESIDE_THEM]
 
 
 def _table_bytes(batch: Any) -> bytes:
