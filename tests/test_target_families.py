@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from dflash_offline.errors import TargetError
-from dflash_offline.target import Target, facts, load_embedding_and_head, load_target
+from dflash_offline.target import Target, facts, load_embedding_and_head, load_ending, load_target
 
 V, H, LAYERS = 96, 32, 4
 SIZES: dict[str, Any] = {
@@ -89,9 +89,10 @@ def load(folder: Path, **options: Any) -> Target:
     return load_target(folder, dtype=torch.float32, device="cpu", attention="eager" if eager else "sdpa", **options)
 
 
-def save_model(folder: Path, family: str, *, max_shard_size: str = "5GB", **changes: Any) -> Any:
-    """Write a tiny random checkpoint and return the model, in float32."""
+def save_model(folder: Path, family: str, *, max_shard_size: str = "5GB", like: tuple[str, str] | None = None, **changes: Any) -> Any:
+    """Write a tiny random checkpoint (``like``: of these classes, with the family's sizes) and return the model, in float32."""
     config_name, model_name, options = FAMILIES[family]
+    config_name, model_name = like or (config_name, model_name)
     torch.manual_seed(1)
     model = getattr(transformers, model_name)(getattr(transformers, config_name)(**(options | changes))).float().eval()
     with torch.no_grad():
@@ -253,3 +254,27 @@ def test_code_that_comes_with_a_model_runs_on_request_only(tmp_path: Path, monke
     torch.testing.assert_close(got[:, :, 1], plain[TAPS[1] + 1])
     whole = load(tmp_path, layer_ids=TAPS, trust_remote_code=True, keep_head=True)
     torch.testing.assert_close(whole.model(input_ids=rows).logits, model(input_ids=rows).logits)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "granite", "cohere", "olmo"])
+def test_ending_and_head_give_the_targets_logits(family: str, tmp_path: Path) -> None:
+    """Plain and 1 + weight norms, scales and caps of logits, wrappers: from the last layer's output to the logits."""
+    if family == "gemma2":
+        model = save_model(tmp_path, family, final_logit_softcapping=2.0)
+    elif family in FAMILIES:
+        model = save_model(tmp_path, family)
+    else:
+        scaled = {"granite": {"logits_scaling": 3.0}, "cohere": {"logit_scale": 0.25}, "olmo": {}}[family]
+        name = family.capitalize()
+        model = save_model(tmp_path, "llama", like=(f"{name}Config", f"{name}ForCausalLM"), **scaled)
+    target = load(tmp_path, layer_ids=[LAYERS - 1])
+    rows = token_rows()[:1]
+    with torch.inference_mode():
+        want = model(input_ids=rows, use_cache=False).logits[0]
+    ending = load_ending(tmp_path, dtype=torch.float32, device="cpu")
+    _, head = load_embedding_and_head(tmp_path, dtype=torch.float32, device="cpu")
+    got = ending.rows(target.capture(rows)[0, :, 0]) @ head.T
+    if ending.softcap is not None:
+        got = ending.softcap * torch.tanh(got / ending.softcap)
+    assert (ending.softcap is not None) == (family == "gemma2")
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

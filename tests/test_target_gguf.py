@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dflash_offline.errors import TargetError
-from dflash_offline.target import facts, load_embedding_and_head, load_target
+from dflash_offline.target import facts, load_embedding_and_head, load_ending, load_target
 
 gguf = pytest.importorskip("gguf", reason="the extra 'demo' is not installed")
 pytest.importorskip("accelerate", reason="the extra 'demo' is not installed")
@@ -67,6 +67,8 @@ def model() -> torch.nn.Module:
 
 
 def test_gguf_target_equals_its_origin(tmp_path: Path, model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        model.model.norm.weight += torch.linspace(-0.3, 0.3, 32)
     write_gguf(tmp_path / "model.gguf", model)
     found = facts(tmp_path)
     assert (found.hidden_size, found.num_layers, found.vocab_size, found.head_dim, found.model_type) == (32, 3, 64, 8, "llama")
@@ -80,6 +82,9 @@ def test_gguf_target_equals_its_origin(tmp_path: Path, model: torch.nn.Module) -
         torch.testing.assert_close(got[0, :, k], want[k + 1][0], rtol=1e-5, atol=1e-5)
     embedding, head = load_embedding_and_head(tmp_path, dtype=torch.float32, device="cpu")
     assert torch.equal(embedding, model.model.embed_tokens.weight) and torch.equal(head, model.lm_head.weight)
+    ending = load_ending(tmp_path, dtype=torch.float32, device="cpu")
+    last = load_target(tmp_path, dtype=torch.float32, device="cpu", attention="sdpa", layer_ids=[2]).capture(ids)[0, :, 0]
+    torch.testing.assert_close(ending.rows(last), want[-1][0], rtol=1e-4, atol=1e-4)
 
 
 def test_two_gguf_files_are_refused(tmp_path: Path) -> None:

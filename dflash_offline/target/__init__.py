@@ -6,9 +6,11 @@
 ``tokens.py``     ``load_tokenizer``; ``resolve_mask_token_id``
 ``load.py``       ``load_target``: layers up to the last tap, straight to the device
 ``taps.py``       ``Target``: hooks on the tapped layers, ``capture``
+``ending.py``     ``load_ending``: final norm, scale and cap of the logits, for training towards the target
 ================  ====================================================================================
 """
 
+from dflash_offline.target.ending import Ending, load_ending
 from dflash_offline.target.facts import TargetFacts, facts
 from dflash_offline.target.load import load_target
 from dflash_offline.target.taps import Target
@@ -16,12 +18,14 @@ from dflash_offline.target.tokens import load_tokenizer, resolve_mask_token_id
 from dflash_offline.target.weights import find_embedding, is_tied, load_embedding_and_head, stored_tensors
 
 __all__ = [
+    "Ending",
     "Target",
     "TargetFacts",
     "facts",
     "find_embedding",
     "is_tied",
     "load_embedding_and_head",
+    "load_ending",
     "load_target",
     "load_tokenizer",
     "resolve_mask_token_id",

@@ -191,6 +191,27 @@ def truncated(cls: type[nn.Module], keep: int, folder: Path) -> type[nn.Module]:
     )
 
 
+def final_norm(folder: Path, config: Any, *, trust_remote_code: bool = False) -> tuple[str, nn.Module]:
+    """The decoder's final norm, its name beside the layers and a module of its class on the meta device.
+
+    Args:
+        config: what ``load_config`` gave.
+
+    Raises:
+        TargetError: no such module was found.
+    """
+    cls, own_config = _class_and_config(folder, config, text_part(config), keep_head=False, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = cls(own_config)
+    found = _find_layers(model)
+    if found is None:
+        raise TargetError(_no_layers(cls, folder))
+    for name in _FINAL_NORMS:
+        if isinstance(norm := getattr(found[0], name, None), nn.Module):
+            return name, norm
+    raise TargetError(f"{folder}: {cls.__name__} has no final norm (looked for {', '.join(_FINAL_NORMS)})")
+
+
 def _from_pretrained(cls: type[nn.Module], folder: Path, options: dict[str, Any], device: torch.device) -> nn.Module:
     from transformers.utils import is_accelerate_available
 

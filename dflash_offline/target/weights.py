@@ -162,6 +162,20 @@ def _read(tensors: dict[str, StoredTensor], name: str, *, dtype: torch.dtype, de
     return tensor.to(dtype)
 
 
+def read_named(folder: Path, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One tensor of the checkpoint, by its name in the files (of a GGUF file: GGUF's own names).
+
+    Raises:
+        TargetError: it is missing or quantised.
+    """
+    if (path := gguf_file(folder)) is not None:
+        return _gguf_tensors(path, (name,), dtype=dtype, device=device)[name]
+    tensors = stored_tensors(folder)
+    if name not in tensors:
+        raise TargetError(f"{folder}: no {name} in the weights, which the target's final norm needs; copy the model again")
+    return _read(tensors, name, dtype=dtype, device=device)
+
+
 def load_embedding_and_head(folder: Path, *, dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
     """Read the target's embedding and head straight from its files to ``device``.
 
@@ -196,19 +210,25 @@ def load_embedding_and_head(folder: Path, *, dtype: torch.dtype, device: torch.d
 
 
 def _from_gguf(path: Path, *, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = _gguf_tensors(path, ("token_embd.weight",), optional=(_GGUF_HEAD,), dtype=dtype, device=device)
+    embedding = tensors["token_embd.weight"]
+    return embedding, tensors.get(_GGUF_HEAD, embedding)
+
+
+def _gguf_tensors(
+    path: Path, names: tuple[str, ...], *, optional: tuple[str, ...] = (), dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Tensors of a GGUF file, dequantised."""
     try:
         from gguf import GGUFReader
         from gguf.quants import dequantize
     except ImportError:
         raise TargetError(f"{path}: reading a GGUF file needs the package gguf; run `pip install gguf accelerate`") from None
 
-    found = {tensor.name: tensor for tensor in GGUFReader(str(path)).tensors if tensor.name in ("token_embd.weight", _GGUF_HEAD)}
-    if "token_embd.weight" not in found:
-        raise TargetError(f"{path}: no token_embd.weight in this GGUF file, so it is no language model")
-
-    def read(name: str) -> torch.Tensor:
-        tensor = found[name]
-        return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).to(device=device, dtype=dtype)
-
-    embedding = read("token_embd.weight")
-    return embedding, read(_GGUF_HEAD) if _GGUF_HEAD in found else embedding
+    found = {tensor.name: tensor for tensor in GGUFReader(str(path)).tensors if tensor.name in (*names, *optional)}
+    if missing := [name for name in names if name not in found]:
+        raise TargetError(f"{path}: no {missing[0]} in this GGUF file, so it is no language model")
+    return {
+        name: torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).to(device=device, dtype=dtype)
+        for name, tensor in found.items()
+    }
