@@ -51,7 +51,10 @@ def slow_loss(hidden, head, labels, supervised, teacher, objective):
             weight = math.exp(-(k - 1) / objective.gamma) if objective.loss == "ce" else sum(survival[j] for j in slots if j >= k)
             term = -log_probabilities[k, labels[block, k]]
             if objective.kl_weight:
-                wanted = torch.log_softmax(teacher[block, k - 1] @ head.T, -1)
+                wanted = teacher[block, k - 1] @ head.T
+                if cap := objective.teacher_softcap:
+                    wanted = cap * torch.tanh(wanted / cap)
+                wanted = torch.log_softmax(wanted, -1)
                 divergence = (wanted.exp() * (wanted - log_probabilities[k])).sum()
                 term = (1 - objective.kl_weight) * term + objective.kl_weight * divergence
             loss, weight_sum = loss + weight * term, weight_sum + weight
@@ -62,8 +65,14 @@ def slow_loss(hidden, head, labels, supervised, teacher, objective):
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 2 * VOCABULARY * 4, 1 << 30], ids=["block-chunks", "two-block-chunks", "whole"])
 @pytest.mark.parametrize(
     "objective",
-    [Objective(gamma=3.0), Objective("dpace", dpace_alpha=0.3), Objective(gamma=2.0, kl_weight=0.7), Objective("dpace", kl_weight=1.0)],
-    ids=["ce", "dpace", "kl", "dpace-kl"],
+    [
+        Objective(gamma=3.0),
+        Objective("dpace", dpace_alpha=0.3),
+        Objective(gamma=2.0, kl_weight=0.7),
+        Objective("dpace", kl_weight=1.0),
+        Objective(gamma=2.0, kl_weight=0.5, teacher_softcap=1.5),
+    ],
+    ids=["ce", "dpace", "kl", "dpace-kl", "capped-kl"],
 )
 def test_loss_and_gradient_equal_the_slow_reference(objective, chunk_bytes):
     hidden, head, labels, supervised, teacher = example()

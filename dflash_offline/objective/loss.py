@@ -40,12 +40,19 @@ class Objective:
         gamma: decay of ``"ce"``.
         dpace_alpha: smoothing of ``"dpace"``.
         kl_weight: share of forward KL(target || drafter) at temperature 1, the rest being cross-entropy.
+        teacher_softcap: the target's soft cap of its logits, x -> c tanh(x / c), where it has one.
     """
 
     loss: str = "ce"
     gamma: float = 7.0
     dpace_alpha: float = 0.5
     kl_weight: float = 0.0
+    teacher_softcap: float | None = None
+
+    def teacher_logits(self, rows: Tensor, head: Tensor) -> Tensor:
+        """rows [R, H] for the head -> the target's own logits [R, V]."""
+        logits = rows @ head.t()
+        return logits if self.teacher_softcap is None else logits.div_(self.teacher_softcap).tanh_().mul_(self.teacher_softcap)
 
 
 def block_loss(
@@ -119,7 +126,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             here = slice(start, min(start + chunk, total))
             tokens, trained = labels[here], supervised[here].view(-1, slots)
             logits = head.logits(rows[here])
-            teacher_logits = None if teacher is None else teacher[here] @ head.weight.t()
+            teacher_logits = None if teacher is None else objective.teacher_logits(teacher[here], head.weight)
             found = functions.statistics(logits, tokens, teacher_logits)
             nll[here], correct[here] = found.nll, (found.best == tokens) & supervised[here]
             if objective.loss == "dpace":
