@@ -13,6 +13,7 @@ from dflash_offline.corpus.masking import EncodedRow, encode_row, render_convers
 from dflash_offline.corpus.schema import RowRejected, parse_row
 from dflash_offline.corpus.template import FIXED_DATE, ChatTemplate, TemplateSource
 from dflash_offline.errors import CorpusError
+from dflash_offline.evaluate.prompts import encode
 
 SPECIAL = {"bos_token": "<|begin_of_text|>", "eos_token": "<|endoftext|>"}
 QUESTION, ANSWER = "What is 2 + 2?", "It is 4.\n\nReally."
@@ -379,6 +380,18 @@ def test_dates_are_fixed(byte_level: Any) -> None:
     assert f"Today: {FIXED_DATE:%d %b %Y}" in bench.ours.decode(row.input_ids) and bench.ours.uses_date
     bench = Bench(byte_level, templates.LLAMA3, date="1 May 1990")
     assert "Today: 1 May 1990" in bench.ours.decode(bench.rows({"messages": chat("q", "answer")})[0].input_ids)
+    of_a_variable = templates.LLAMA3.replace('strftime_now("%d %b %Y")', "strftime_now(form)").replace(
+        "{{- bos", "{%- set form = '%Y-%j' %}{{- bos"
+    )
+    assert "Today: 2025-001" in (bench := Bench(byte_level, of_a_variable)).ours.render(chat("q")) and bench.ours.uses_date
+
+
+def test_evaluation_and_corpus_give_the_target_the_same_date(byte_level: Any) -> None:
+    bench = Bench(byte_level, templates.LLAMA3)
+    assert FIXED_DATE.strftime("%d %b %Y") in bench.ours.render(chat("q"))
+    ids = encode(bench.theirs, chat("q"), {}, where="here")
+    assert ids == bench.ours.encode(bench.ours.render(chat("q"), generation_prompt=True), "").ids
+    assert ids == list(bench.rows({"messages": chat("q", "answer")})[0].input_ids[: len(ids)])
 
 
 def test_several_generation_blocks_in_one_answer(byte_level: Any) -> None:

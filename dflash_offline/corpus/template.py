@@ -11,7 +11,7 @@ special ones are guarded, and not the thinking tags: the target wrote ``<think>`
 import json
 import re
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ THINKING = (
 )
 _THINKING_TAGS = {tag for pair in THINKING[:3] for tag in pair}
 # Templates that print today's date would change every row at midnight, and everything would be captured again.
-FIXED_DATE = date(2025, 1, 1)
-_STRFTIME = re.compile(r"strftime_now\(\s*(?:format\s*=\s*)?(\"[^\"]*\"|'[^']*')\s*\)")
+FIXED_DATE = datetime(2025, 1, 1)
+_DIRECTIVES = ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcdDeFGHIjkmMnprRStTuUVwWxXyYzZ")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK_CANDIDATES = "\U000f5e11\U000f5e12\U000f5e13"
 _RENAMED = "\U000f5e1a{}\U000f5e1b"
@@ -57,6 +57,17 @@ class TemplateSource:
     tokenizer_json: str = field(repr=False)
     special: dict[str, Any]
     num_embeddings: int | None
+
+
+def with_fixed_date(template: str) -> str:
+    """A chat template whose ``strftime_now`` gives ``FIXED_DATE``: in the corpus and wherever else prompts are rendered.
+
+    A macro of that name stands before what transformers offers, on the template's first line so that lines keep their numbers.
+    """
+    if "strftime_now" not in template:
+        return template
+    replaced = "".join(f"|replace('%{letter}', '{FIXED_DATE.strftime(f'%{letter}')}')" for letter in _DIRECTIVES)
+    return f"{{%- macro strftime_now(format) -%}}{{{{ format{replaced}|replace('%%', '%') }}}}{{%- endmacro -%}}{template}"
 
 
 def load_source(config: RunConfig) -> TemplateSource:
@@ -116,8 +127,8 @@ class ChatTemplate:
         self.tokenizer = Tokenizer.from_str(source.tokenizer_json)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
-        self.template = self._fix_date(source.template)
-        self.tool_template = self._fix_date(source.tool_template) if source.tool_template else self.template
+        self.template = with_fixed_date(source.template)
+        self.tool_template = with_fixed_date(source.tool_template or source.template)
         written = self._written_by_template()
         added = self.tokenizer.get_added_tokens_decoder()
         self.control_ids = {
@@ -140,18 +151,14 @@ class ChatTemplate:
     @property
     def uses_date(self) -> bool:
         """Whether the template prints the current date, which is fixed here."""
-        return "strftime_now" in self.source.template
-
-    @staticmethod
-    def _fix_date(template: str) -> str:
-        return _STRFTIME.sub(lambda match: json.dumps(FIXED_DATE.strftime(match[1][1:-1])), template)
+        return "strftime_now" in self.template or "strftime_now" in self.tool_template
 
     def _written_by_template(self) -> str:
         """All text the template can write by itself: its data and its string constants."""
         import jinja2
 
         texts = []
-        for template in {self.template, self.tool_template}:
+        for template in {self.source.template, self.source.tool_template or self.source.template}:
             try:
                 texts += [token[2] for token in jinja2.Environment(autoescape=False).lex(template) if token[1] in ("data", "string")]  # noqa: S701
             except jinja2.TemplateSyntaxError as error:

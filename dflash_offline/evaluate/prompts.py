@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_offline.corpus.template import with_fixed_date
 from dflash_offline.errors import EvaluateError
 
 
@@ -88,19 +89,21 @@ def _prompt(line: str, where: str) -> Prompt:
 
 
 def encode(tokenizer: Any, messages: list[dict[str, Any]], chat_template_kwargs: dict[str, Any], *, where: str) -> list[int]:
-    """Token ids of messages, ending where the assistant begins to speak.
+    """Token ids of messages, ending where the assistant begins to speak. A date in the template is the corpus's own.
 
     Raises:
         EvaluateError: the tokenizer has no chat template, or it refuses the messages.
     """
     from jinja2 import TemplateError
 
-    if not tokenizer.chat_template:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not template:
         raise EvaluateError(f"{where}: the target's tokenizer has no chat template; name one in [corpus] chat_template")
+    options = {"chat_template": with_fixed_date(template), "add_generation_prompt": True, **chat_template_kwargs}
     try:
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
-        )
+        encoded = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
     except (TemplateError, ValueError, TypeError) as error:
         raise EvaluateError(f"{where}: the chat template refuses these messages ({error})") from None
     return list(encoded["input_ids"])
