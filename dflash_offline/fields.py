@@ -40,7 +40,7 @@ def _words(annotation: Any, metadata: typing.Iterable[Any] = (), *, plural: bool
     if origin is tuple:
         return f"a list of {len(arguments)} {_words(arguments[0], plural=True)}"
     if origin is dict or annotation is dict:
-        return "a table"
+        return "tables" if plural else "a table"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a section"
     return _NAMES[annotation][plural] + _range(metadata)
@@ -87,14 +87,33 @@ def _locate(model: type[BaseModel], location: tuple[Any, ...]) -> tuple[tuple[st
     """Cut union branches and list indices off a pydantic location: names of section and key, and the field if known."""
     path: list[str] = []
     field: FieldInfo | None = None
-    fields = model.model_fields
+    annotation: Any = model
     for part in location:
         path.append(str(part))
-        field = fields.get(str(part))
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        field = _step(annotation, str(part))
+        annotation = None if field is None else field.annotation
+        if _section(annotation) is None and _section_of_each(annotation) is None:
             break
-        fields = field.annotation.model_fields
     return tuple(path), field
+
+
+def _step(annotation: Any, name: str) -> FieldInfo | None:
+    """The field of that name in a section; in a table of sections every name is one."""
+    if (each := _section_of_each(annotation)) is not None:
+        return FieldInfo(annotation=each)
+    section = _section(annotation)
+    assert section is not None
+    return section.model_fields.get(name)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The model of a section's field."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _section_of_each(annotation: Any) -> type[BaseModel] | None:
+    """The model of every section in a table of sections, ``[hosts.NAME]``."""
+    return _section(typing.get_args(annotation)[1]) if typing.get_origin(annotation) is dict else None
 
 
 def _line(model: type[BaseModel], tables: dict[str, Any], fault: Any, path: tuple[str, ...], field: FieldInfo | None) -> str:
@@ -111,7 +130,7 @@ def _line(model: type[BaseModel], tables: dict[str, Any], fault: Any, path: tupl
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-        return f"{path[-1]} = {_short(value)}: must be a section [{path[-1]}]"
+        return f"{path[-1]} = {_short(value)}: must be a section [{'.'.join(path)}]"
     is_choice = typing.get_origin(field.annotation) is Literal
     options = [item for item in typing.get_args(field.annotation) if is_choice and isinstance(item, str)]
     near = difflib.get_close_matches(str(value), options, n=1)
@@ -124,11 +143,14 @@ def _short(value: Any) -> str:
 
 
 def _unknown(model: type[BaseModel], path: tuple[str, ...], *, is_table: bool) -> str:
-    fields = model.model_fields
+    annotation: Any = model
     for name in path[:-1]:
-        annotation = fields[name].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        fields = annotation.model_fields
+        field = _step(annotation, name)
+        assert field is not None
+        annotation = field.annotation
+    section = _section(annotation)
+    assert section is not None
+    fields = section.model_fields
     what = "section" if is_table and len(path) == 1 else "key"
     near = difflib.get_close_matches(path[-1], list(fields), n=1, cutoff=0.5)
     if near:

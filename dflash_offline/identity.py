@@ -147,7 +147,7 @@ def drafter_layer_ids(config: RunConfig) -> list[int]:
     if wanted is None:
         return captured
     if missing := [i for i in wanted if i not in captured]:
-        raise ConfigError(f"{config.source.name}: [drafter] target_layer_ids names {missing}; captured are {captured}")
+        raise ConfigError(f"{config.source.name}: {config.where('drafter')} target_layer_ids names {missing}; captured are {captured}")
     return list(wanted)
 
 

@@ -17,12 +17,16 @@ train       corpus, capture; [drafter] (target_layer_ids resolved: writing the d
             [train] except the settings in ``NOT_IN_TRAIN_KEY``
 export      train; [export]
 evaluate    train; [evaluate] except gpus; content of the prompt files
-report      export, evaluate
+report      export, evaluate; with [[drafters]] those of each, and its name
 ==========  ==========================================================================================
+
+With [[drafters]] the keys from train to evaluate are those of one drafter, ``RunConfig.for_drafter(name)``: the same as
+of a run file that has its settings in [drafter] and [train]. Names and [hosts] are in no key but the report's.
 """
 
 from dflash_offline import identity
 from dflash_offline.config import RunConfig
+from dflash_offline.errors import ConfigError
 
 FORMAT = 1  # raised when a stage's output changes meaning, so that old outputs are not taken for new ones
 
@@ -41,6 +45,10 @@ NOT_IN_REGENERATE_KEY = {  # where and how fast, not what is asked; prompts go i
 }
 NOT_IN_CORPUS_KEY = {"files", "tokens_per_batch", "strict", "workers", "chat_template"}  # files and template go in by content
 NOT_IN_TRAIN_KEY = {
+    "mode",  # a drafter is the same whatever is trained beside it
+    "nodes",
+    "master_address",
+    "master_port",
     "gpus",
     "ranks",
     "attention",
@@ -95,7 +103,14 @@ def capture_key(config: RunConfig) -> str:
 
 
 def train_key(config: RunConfig) -> str:
-    """Key of the trained drafter."""
+    """Key of the trained drafter.
+
+    Raises:
+        ConfigError: the run file has several, and ``config`` is not about one of them (``RunConfig.for_drafter``).
+    """
+    if config.drafters:
+        names = ", ".join(config.drafter_names)
+        raise ConfigError(f"{config.source.name}: it has several drafters; name one of {names} with --drafter")
     return identity.short(
         [
             "train",
@@ -122,5 +137,15 @@ def evaluate_key(config: RunConfig) -> str:
 
 
 def report_key(config: RunConfig) -> str:
-    """Key of the report."""
-    return identity.short(["report", FORMAT, export_key(config), evaluate_key(config)])
+    """Key of the report.
+
+    Raises:
+        ConfigError: two of [[drafters]] differ in nothing but their names, or where they train.
+    """
+    if not config.drafters:
+        return identity.short(["report", FORMAT, export_key(config), evaluate_key(config)])
+    named: dict[str, str] = {}
+    for each in config.each_drafter():
+        if (other := named.setdefault(train_key(each), each.name)) != each.name:
+            raise ConfigError(f"{config.source.name}: [[drafters]] {other} and {each.name} are the same drafter; remove one of them")
+    return identity.short(["report", FORMAT, [[each.name, export_key(each), evaluate_key(each)] for each in config.each_drafter()]])

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dflash_offline import fields
-from dflash_offline.config import EMBEDDED, RunConfig
+from dflash_offline.config import EMBEDDED, HostConfig, RunConfig
+from dflash_offline.config.drafters import OF_THE_WHOLE_RUN
 
 # what stands uncommented in a new run file; everything else is there as a comment with its default
 _SHOWN: dict[str, dict[str, Any]] = {
@@ -76,6 +77,10 @@ def commented_run_file() -> str:
         parts.append(f"\n{'# ' if name in _COMMENTED else ''}[{name}]\n# {(section.__doc__ or '').strip()}\n")
         for key, field in section.model_fields.items():
             parts.append(_entry(key, field, shown=key in shown, value=shown.get(key, example.get(key))))
+    parts.append(f"\n# [[drafters]]\n# {RunConfig.model_fields['drafters'].description}\n")
+    parts.append('# name = "deep"\n# layers = 8\n\n# [[drafters]]\n# name = "wide"\n# block_size = 32\n')
+    parts.append(f"\n# [hosts.node-1]\n# {(HostConfig.__doc__ or '').strip()}\n")
+    parts += [f"# {field.description}\n# {key} = [0, 1, 2, 3]\n" for key, field in HostConfig.model_fields.items()]
     return "".join(parts)
 
 
@@ -112,7 +117,19 @@ def reference_page() -> str:
             default = "**required**" if field.is_required() else "(unset)" if field.default is None else f"`{toml_text(field.default)}`"
             cells = [f"`{key}`", fields.allowed(field), default, field.description or ""]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += ["", "## [[drafters]]", "", RunConfig.model_fields["drafters"].description or "", ""]
+    lines += [
+        "`name`: letters, digits, `-`, `_` and `.`. Besides it any key of [drafter] and [train], except " + _listed(OF_THE_WHOLE_RUN) + "."
+    ]
+    lines += ["Drafters without `gpus` of their own share those of [train]; the others keep theirs for themselves."]
+    lines += ["", "## [hosts.NAME]", "", (HostConfig.__doc__ or "").strip(), "", "| key | allowed | |", "| --- | --- | --- |"]
+    lines += [f"| `{key}` | {fields.allowed(field)} | {field.description} |" for key, field in HostConfig.model_fields.items()]
     return "\n".join(lines) + "\n"
+
+
+def _listed(names: set[str]) -> str:
+    *first, last = sorted(names)
+    return ", ".join(f"`{name}`" for name in first) + f" and `{last}`"
 
 
 if __name__ == "__main__":

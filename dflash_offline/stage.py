@@ -1,4 +1,4 @@
-"""The common start of every stage process: ``python -m dflash_offline.STAGE --config FILE --key KEY [...]``.
+"""The common start of every stage process: ``python -m dflash_offline.STAGE --config FILE [--drafter NAME] --key KEY [...]``.
 
 A stage is started by the supervisor (``processes.py``) with
 
@@ -80,6 +80,7 @@ def run_stage(
     faulthandler.enable()
     parser = argparse.ArgumentParser(prog=f"python -m dflash_offline.{name}", allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, help="run file")
+    parser.add_argument("--drafter", help="name of the drafter, where the run file has several")
     parser.add_argument("--key", help="content key of this stage; refused when the run file now has another one")
     if add_arguments is not None:
         add_arguments(parser)
@@ -92,6 +93,8 @@ def run_stage(
     try:
         progress.update(text="starting", force=True)
         config = RunConfig.load(arguments.config)
+        if arguments.drafter is not None:
+            config = config.for_drafter(arguments.drafter)
         arguments.key = checked_key(config, arguments.key, key)
         progress.state["key"] = arguments.key
         body(config, arguments, progress)

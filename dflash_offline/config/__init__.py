@@ -9,6 +9,7 @@ One module a section; ``run.py`` puts them together and refuses settings that cl
 
 from dflash_offline.config.corpus import CorpusConfig
 from dflash_offline.config.drafter import DrafterConfig
+from dflash_offline.config.hosts import HostConfig, same_host
 from dflash_offline.config.regenerate import RegenerateConfig
 from dflash_offline.config.results import EvaluateConfig, ExportConfig
 from dflash_offline.config.run import DEMO_MODEL, EMBEDDED, RunConfig
@@ -25,10 +26,12 @@ __all__ = [
     "EvaluateConfig",
     "ExportConfig",
     "Gpus",
+    "HostConfig",
     "RegenerateConfig",
     "RunConfig",
     "Section",
     "StoreConfig",
     "TargetConfig",
     "TrainConfig",
+    "same_host",
 ]

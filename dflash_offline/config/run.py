@@ -1,13 +1,17 @@
 """The whole run file: its sections, its paths, and the settings that only make sense together."""
 
+import socket
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
 from dflash_offline import fields
+from dflash_offline.config import drafters as entries
 from dflash_offline.config.corpus import CorpusConfig
 from dflash_offline.config.drafter import DrafterConfig
+from dflash_offline.config.hosts import HostConfig, same_host
 from dflash_offline.config.regenerate import RegenerateConfig
 from dflash_offline.config.results import EvaluateConfig, ExportConfig
 from dflash_offline.config.section import Section
@@ -32,8 +36,14 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
+    drafters: list[dict[str, Any]] = Field(
+        [], description='With [train] mode = "independent": the drafters; a name each, and what it changes of [drafter] and [train].'
+    )
+    hosts: dict[str, HostConfig] = Field({}, description="Hosts that share this run file and its root: GPUs by host name.")
 
     _source: Path = Path("run.toml")
+    _name: str = ""
+    _as_written: "RunConfig | None" = None
 
     @property
     def source(self) -> Path:
@@ -45,6 +55,69 @@ class RunConfig(Section):
         """Absolute folder of the run. The embedded run file's is in the current folder, not in the package."""
         base = Path.cwd() if self._source == EMBEDDED else self._source.parent
         return (base / self._expand(self.root)).resolve()
+
+    @property
+    def name(self) -> str:
+        """Name of the one drafter this is about; empty for a run file without [[drafters]], or for all of them."""
+        return self._name
+
+    @property
+    def drafter_names(self) -> list[str]:
+        """Names in [[drafters]], in the order of the run file; none without that section."""
+        return [entry["name"] for entry in self.drafters]
+
+    def where(self, section: str) -> str:
+        """How messages name [drafter] or [train]: by the drafter where there are several."""
+        return f"[[drafters]] {self._name}:" if self._name else f"[{section}]"
+
+    def for_drafter(self, name: str) -> "RunConfig":
+        """The run file as if this drafter were its only one.
+
+        Raises:
+            ConfigError: there is no such drafter.
+        """
+        if name == self._name:
+            return self
+        entry = next((entry for entry in self.drafters if entry["name"] == name), None)
+        if entry is None:
+            known = f"there are {', '.join(self.drafter_names)}" if self.drafters else "the run file has no [[drafters]]"
+            raise ConfigError(f"{self._source.name}: no drafter is called {name!r}; {known}")
+        return self._merged(entry)
+
+    def each_drafter(self) -> list["RunConfig"]:
+        """``for_drafter`` of each, in the order of the run file; the run file itself without [[drafters]]."""
+        return [self._merged(entry) for entry in self.drafters] or [self]
+
+    def _merged(self, entry: entries.Entry) -> "RunConfig":
+        drafter, train = entries.merge(self.drafter, self.train, entry)
+        made = self.model_copy(update={"drafter": drafter, "train": train, "drafters": []})
+        made._name = entry["name"]
+        return made
+
+    @property
+    def names_hosts(self) -> bool:
+        """Whether several hosts run this file, so that each keeps logs and locks of its own."""
+        return bool(self.hosts or self.train.nodes)
+
+    def on_host(self, host: str) -> "RunConfig":
+        """The run file as it holds on a host: with the GPUs that [hosts] gives it."""
+        given = next((section for name, section in self.hosts.items() if same_host(name, host)), None)
+        if given is None:
+            return self
+        changed = {
+            name: getattr(self, name).model_copy(update={"gpus": gpus})
+            for name, gpus in (("target", given.target_gpus), ("train", given.train_gpus), ("evaluate", given.evaluate_gpus))
+            if gpus is not None
+        }
+        made = self.model_copy(update=changed)
+        made._as_written = self
+        return made
+
+    def ranks_of_nodes(self) -> list[int]:
+        """Training ranks on each of [train] nodes."""
+        written = self._as_written or self
+        sections = [written.on_host(node).train for node in self.train.nodes]
+        return [train.ranks if train.gpus == "cpu" else len(train.gpus) for train in sections]
 
     @property
     def regenerates(self) -> bool:
@@ -86,6 +159,43 @@ class RunConfig(Section):
             )
         if not self.regenerates and not self.corpus.files:
             raise ValueError("[corpus] files names no file; name conversation files, or prompts in [regenerate]")
+        self._check_places()
+        if not self.drafters:
+            self._check_drafter()
+        return self
+
+    def _check_places(self) -> None:
+        """Mode, [[drafters]] and nodes fit one another."""
+        mode, nodes = self.train.mode, self.train.nodes
+        if self.drafters and mode != "independent":
+            raise ValueError('[[drafters]] are given; set [train] mode = "independent" to train them side by side, or remove them')
+        if mode == "independent" and not self.drafters:
+            raise ValueError('[train] mode = "independent" trains the drafters of [[drafters]], and there are none; name some')
+        if mode == "independent" and nodes:
+            raise ValueError(
+                '[train] nodes is for mode = "ddp"; independent drafters need none: each host that runs the command takes some'
+            )
+        if len({node.lower() for node in nodes}) != len(nodes):
+            raise ValueError(f"[train] nodes = {nodes}: every host once")
+        kinds = {node: self.on_host(node).train.gpus for node in nodes}
+        for node, gpus in kinds.items():
+            if gpus == "all":
+                raise ValueError(
+                    f'[train] gpus = "all" does not say how many ranks {node} has; list its GPUs as train_gpus in [hosts.{node}]'
+                )
+        if len({gpus == "cpu" for gpus in kinds.values()}) > 1:
+            raise ValueError(f"[train] nodes = {nodes}: some train on GPUs and some on the CPU; ranks need one kind of device")
+        entries.check_names(self.drafters)
+        for entry in self.drafters:
+            merged = self._merged(entry)
+            try:
+                merged._check_drafter()
+            except ValueError as error:
+                raise ValueError(f"{entries.where(entry)}: {error}") from None
+        entries.check_gpus(self.drafters, self.train)
+
+    def _check_drafter(self) -> None:
+        """Settings of one drafter that only make sense together."""
         if self.train.tokens_per_batch < self.corpus.max_length:
             raise ValueError(
                 f"[train] tokens_per_batch = {self.train.tokens_per_batch} is below [corpus] max_length = {self.corpus.max_length}; "
@@ -102,7 +212,6 @@ class RunConfig(Section):
         captured, wanted = self.target.capture_layer_ids, self.drafter.target_layer_ids
         if isinstance(captured, list) and wanted is not None and (missing := [i for i in wanted if i not in captured]):
             raise ValueError(f"[drafter] target_layer_ids names {missing}, which [target] capture_layer_ids = {captured} does not capture")
-        return self
 
     @classmethod
     def load(cls, path: Path | str) -> "RunConfig":
@@ -127,6 +236,7 @@ class RunConfig(Section):
         except ValidationError as error:
             raise ConfigError("; ".join(f"{path.name}: {line}" for line in fields.explain(cls, tables, error)[:3])) from None
         config._source = path
+        config = config.on_host(socket.gethostname())
         if config.root_dir.exists() and not config.root_dir.is_dir():
             raise ConfigError(f"{path.name}: root = {config.root!r} is a file ({config.root_dir}); name a folder")
         return config

@@ -10,10 +10,21 @@ from dflash_offline.config.section import Fraction, Gpus, PositiveInt, Section, 
 class TrainConfig(Section):
     """Drafter training."""
 
+    mode: Literal["ddp", "independent"] = Field(
+        "ddp", description="ddp: all ranks train one drafter. independent: the drafters of [[drafters]] side by side, from one store."
+    )
     gpus: Gpus = Field(
         [5, 6, 7], description='GPUs that train, one rank each; "all", or "cpu". They index CUDA_VISIBLE_DEVICES where that is set.'
     )
     ranks: PositiveInt = Field(1, description='Number of ranks when gpus = "cpu".')
+    nodes: list[str] = Field(
+        [],
+        description="Host names that train one drafter together, each by the same command; the first one writes. None: this host alone.",
+    )
+    master_address: str | None = Field(
+        None, description="Where the ranks of several nodes meet: the first node as the others reach it; its name when left out."
+    )
+    master_port: Annotated[int, Field(ge=1, le=65535)] = Field(29500, description="Port they meet at, free on the first node.")
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="Precision of forward and backward passes; master weights are float32 always."
     )

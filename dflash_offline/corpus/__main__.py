@@ -5,6 +5,7 @@ import argparse
 from dflash_offline import identity, keys
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.preparation import prepare
+from dflash_offline.errors import DFlashError
 from dflash_offline.layout import Layout
 from dflash_offline.plan import make_plan
 from dflash_offline.progress import Progress
@@ -18,7 +19,11 @@ def prepare_corpus(config: RunConfig, arguments: argparse.Namespace, progress: P
     # what training would refuse is refused here, before any GPU time is spent on capture; imported late for torch's sake
     from dflash_offline.drafter import planned_shape
 
-    planned_shape(config, identity.model_folder(config))
+    for each in config.each_drafter():
+        try:
+            planned_shape(each, identity.model_folder(config))
+        except DFlashError as error:
+            raise type(error)(f"[[drafters]] {each.name}: {error}" if each.name else str(error)) from None
     capture_key = keys.capture_key(config)
     plan = make_plan(config, corpus, layout.store(capture_key), layout.plan(capture_key, arguments.key))
     progress.say(plan.summary())
