@@ -5,8 +5,8 @@ above the longest length allowed, so ``len(edges)`` is the number of buckets.
 
 Two kinds of batches are made here and they cost different things:
 
-- a *capture batch* is padded to its longest row, so its cost is ``longest row x rows``; rows are sorted by length and
-  batches are fixed by the plan (``plan.py``);
+- a *capture batch* is fixed by the plan (``plan.py``) and either packed, so that its cost is the sum of the lengths, or
+  padded to its longest row, so that its cost is ``longest row x rows`` and rows of like length go together;
 - a *micro-batch* of training is packed without padding, so its cost is the sum of the lengths, and it has a second
   budget, of block slots (anchors x block size). Its rows are drawn anew every epoch (``epoch_order``).
 """
@@ -100,19 +100,50 @@ def padded_batches(rows: np.ndarray, lengths: np.ndarray, *, tokens_per_batch: i
     return batches
 
 
-def bucket_table(lengths: np.ndarray, edges: Sequence[int], *, tokens_per_batch: int) -> list[str]:
+def packed_batches(rows: np.ndarray, lengths: np.ndarray, *, tokens_per_batch: int) -> list[np.ndarray]:
+    """Batches whose rows' lengths add up to at most ``tokens_per_batch``: the longest row left, then whatever still fits, longest first.
+
+    Args as ``padded_batches``; a row longer than the budget has a batch of its own.
+    """
+    order = np.argsort(-lengths.astype(np.int64), kind="stable")
+    sizes = lengths[order].astype(np.int64)
+    negative = -sizes  # ascending, to search in
+    following = list(range(len(rows) + 1))  # next row not taken, at or after a place; paths are shortened as they are walked
+
+    def free(i: int) -> int:
+        root = i
+        while following[root] != root:
+            root = following[root]
+        while following[i] != root:
+            following[i], i = root, following[i]
+        return root
+
+    batches = []
+    while (first := free(0)) < len(rows):
+        taken, left = [first], tokens_per_batch - int(sizes[first])
+        following[first] = first + 1
+        while left > 0 and (fits := free(int(np.searchsorted(negative, -left)))) < len(rows):
+            taken.append(fits)
+            left -= int(sizes[fits])
+            following[fits] = fits + 1
+        batches.append(rows[order[taken]])
+    return batches
+
+
+def bucket_table(lengths: np.ndarray, edges: Sequence[int], *, tokens_per_batch: int, packed: bool = False) -> list[str]:
     """One line a bucket: ``Bucket 1 [ 770,1216):   4438 batches (  7.4%)   31066 rows   29.9M tokens  padding  1.2%``.
 
-    The share is of all batches; padding is the share of the batches' padded size that holds no token.
+    The share is of all batches; padding is the share of the batches' padded size that holds no token: none where they are packed.
     """
     lengths = np.asarray(lengths)
     buckets, numbers = buckets_of(lengths, edges), np.arange(len(lengths))
-    made = [padded_batches(numbers[buckets == b], lengths[buckets == b], tokens_per_batch=tokens_per_batch) for b in range(len(edges))]
+    make_batches = packed_batches if packed else padded_batches
+    made = [make_batches(numbers[buckets == b], lengths[buckets == b], tokens_per_batch=tokens_per_batch) for b in range(len(edges))]
     total, width, lines = sum(map(len, made)), max(4, len(str(edges[-1]))), []
     for b, batches in enumerate(made):
         low, high = bucket_range(b, edges)
-        padded = sum(int(lengths[batch[0]]) * len(batch) for batch in batches)
         tokens = int(lengths[buckets == b].sum())
+        padded = tokens if packed else sum(int(lengths[batch[0]]) * len(batch) for batch in batches)
         share, waste = 100 * len(batches) / max(1, total), 100 * (1 - tokens / padded) if padded else 0.0
         lines.append(
             f"Bucket {b} [{low:>{width}},{high:>{width}}): {len(batches):>6} batches ({share:>5.1f}%)"

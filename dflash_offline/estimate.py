@@ -181,8 +181,8 @@ def _parts_of_sample(config: RunConfig, lengths: "np.ndarray", share: float) -> 
     """Parts of a corpus of which a share was read: what ``plan.plan_parts`` would cut, with the sample's batches scaled up."""
     import numpy as np
 
-    from dflash_offline.buckets import auto_edges, buckets_of, padded_batches
-    from dflash_offline.plan import bytes_per_token, num_replicas
+    from dflash_offline.buckets import auto_edges, buckets_of, packed_batches, padded_batches
+    from dflash_offline.plan import bytes_per_token, num_replicas, why_padded_batches
 
     if not len(lengths):
         return 0
@@ -190,10 +190,15 @@ def _parts_of_sample(config: RunConfig, lengths: "np.ndarray", share: float) -> 
     if not isinstance(edges, list):
         edges = auto_edges(lengths, num_buckets=config.corpus.num_buckets, max_length=most)
     buckets, padded, batches = buckets_of(lengths, edges), 0, 0
+    packed = why_padded_batches(config) is None
+    make_batches = packed_batches if packed else padded_batches
     for bucket in sorted(set(buckets.tolist())):
         members = np.flatnonzero(buckets == bucket)
-        made = padded_batches(members, lengths[members], tokens_per_batch=config.corpus.tokens_per_batch)
-        batches, padded = batches + len(made), padded + sum(int(lengths[batch[0]]) * len(batch) for batch in made)
+        made = make_batches(members, lengths[members], tokens_per_batch=config.corpus.tokens_per_batch)
+        batches, padded = (
+            batches + len(made),
+            padded + sum(int(lengths[batch].sum()) if packed else int(lengths[batch[0]]) * len(batch) for batch in made),
+        )
     wanted = max(2 * num_replicas(config), math.ceil(padded / share * bytes_per_token(config) / config.store.part_bytes))
     return min(math.ceil(batches / share), wanted)
 
@@ -202,7 +207,7 @@ def _parts_of_corpus(config: RunConfig, layout: Layout, corpus: "Corpus", captur
     """Parts still to be written: those of the capture plan, or of the plan that would be made now."""
     import numpy as np
 
-    from dflash_offline.plan import CapturePlan, bytes_per_token, num_replicas, plan_parts
+    from dflash_offline.plan import CapturePlan, bytes_per_token, num_replicas, plan_parts, why_padded_batches
 
     store, path = layout.store(keys.capture_key(config)), layout.plan(keys.capture_key(config), keys.corpus_key(config))
     if path.is_file():
@@ -217,6 +222,7 @@ def _parts_of_corpus(config: RunConfig, layout: Layout, corpus: "Corpus", captur
         tokens_per_part=max(1, int(config.store.part_bytes / bytes_per_token(config))),
         min_parts=2 * num_replicas(config),
         first_number=0,
+        packed=why_padded_batches(config) is None,
     )
     return len(parts)
 

@@ -5,8 +5,8 @@ depend on who runs them, or how often a run was killed. Rows that the store alre
 grew or from another one, are not planned again.
 
 Order: buckets from the longest to the shortest, inside a bucket rows by length, batches full up to ``[corpus]
-tokens_per_batch`` with padding. Parts are runs of batches of nearly equal padded tokens, so a part costs as much as
-another and holds batches of few shapes.
+tokens_per_batch``: packed, or with padding where the target's rows cannot be packed. Parts are runs of batches of nearly
+equal size, so a part costs as much as another.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from dflash_offline import identity
-from dflash_offline.buckets import count_text, padded_batches
+from dflash_offline.buckets import count_text, packed_batches, padded_batches
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.storage import Corpus
-from dflash_offline.errors import DFlashError, StoreError
+from dflash_offline.errors import DFlashError, StoreError, TargetError
 from dflash_offline.gpus import visible
 from dflash_offline.manifest import read_json, write_json
 
@@ -56,11 +56,15 @@ class CapturePlan:
         parts: new parts, most expensive batches first.
         reused: names of committed parts that hold rows of this corpus.
         statistics_rows: rows a codec may take statistics from; the same for every part of the plan.
+        packed: whether the rows of a batch are meant to be packed.
+        why_padded: what speaks against packing, where they are not.
     """
 
     parts: list[PlannedPart]
     reused: list[str]
     statistics_rows: list[int] = field(default_factory=list)
+    packed: bool = False
+    why_padded: str | None = None
 
     @classmethod
     def load(cls, path: Path) -> "CapturePlan":
@@ -74,7 +78,7 @@ class CapturePlan:
         content = read_json(path)
         try:
             parts = [PlannedPart(part["name"], part["batches"], part["tokens"]) for part in content["parts"]]
-            return cls(parts, content["reused"], content["statistics_rows"])
+            return cls(parts, content["reused"], content["statistics_rows"], content.get("packed", False), content.get("why_padded"))
         except (KeyError, TypeError):
             raise DFlashError(f"{path}: not a capture plan of this version; delete it and run PrepareCorpus again") from None
 
@@ -83,6 +87,8 @@ class CapturePlan:
             "parts": [{"name": part.name, "batches": part.batches, "tokens": part.tokens} for part in self.parts],
             "reused": self.reused,
             "statistics_rows": self.statistics_rows,
+            "packed": self.packed,
+            "why_padded": self.why_padded,
         }
 
     @property
@@ -96,10 +102,11 @@ class CapturePlan:
         return sum(part.tokens for part in self.parts)
 
     def summary(self) -> str:
-        """One line: ``Capture plan: 5190 rows, 3.1M tokens, in 12 new parts; 4 parts are reused``."""
+        """One line: ``Capture plan: 5190 rows, 3.1M tokens, in 12 new parts, packed; 4 parts are reused``."""
         reused = f"; {len(self.reused)} part{'s are' if len(self.reused) != 1 else ' is'} reused" if self.reused else ""
         new = f"{len(self.parts)} new part{'s' if len(self.parts) != 1 else ''}"
-        return f"Capture plan: {self.num_rows} rows, {count_text(self.num_tokens)} tokens, in {new}{reused}"
+        how = "packed" if self.packed else f"padded ({self.why_padded})" if self.why_padded else "padded"
+        return f"Capture plan: {self.num_rows} rows, {count_text(self.num_tokens)} tokens, in {new}, {how}{reused}"
 
 
 def bytes_per_token(config: RunConfig) -> float:
@@ -116,6 +123,24 @@ def num_replicas(config: RunConfig) -> int:
     if isinstance(gpus, list):
         return len(gpus)
     return config.target.replicas if gpus == "cpu" else max(1, len(visible()))
+
+
+def why_padded_batches(config: RunConfig) -> str | None:
+    """Why capture batches are padded: the run file says so, or what speaks against packing; None when they are packed.
+
+    Raises:
+        TargetError: ``[target] batches = "packed"`` and the target cannot be packed.
+    """
+    from dflash_offline.target import packing_obstacle
+
+    section = config.target
+    if section.batches == "padded":
+        return '[target] batches = "padded"'
+    folder = identity.model_folder(config)
+    reason = packing_obstacle(folder, section)
+    if reason and section.batches == "packed":
+        raise TargetError(f'[target] batches = "packed": the rows of {folder} cannot be packed: {reason}; set batches = "auto"')
+    return reason
 
 
 def make_plan(config: RunConfig, corpus: Corpus, store_path: Path, plan_path: Path) -> CapturePlan:
@@ -141,6 +166,7 @@ def make_plan(config: RunConfig, corpus: Corpus, store_path: Path, plan_path: Pa
             rows = rows[[found is None for found in known]]
         for other in plan_path.parent.glob("*.json"):
             names += [part.name for part in CapturePlan.load(other).parts]
+        why_padded = why_padded_batches(config)
         first = 1 + max((int(match[1]) for name in names if (match := _PART_NAME.search(name))), default=-1)
         parts = plan_parts(
             rows,
@@ -150,8 +176,9 @@ def make_plan(config: RunConfig, corpus: Corpus, store_path: Path, plan_path: Pa
             tokens_per_part=max(1, int(config.store.part_bytes / bytes_per_token(config))),
             min_parts=2 * num_replicas(config),
             first_number=first,
+            packed=why_padded is None,
         )
-        plan = CapturePlan(parts, sorted(reused), statistics_rows(corpus))
+        plan = CapturePlan(parts, sorted(reused), statistics_rows(corpus), why_padded is None, why_padded)
         write_json(plan_path, plan.to_json())
         return plan
 
@@ -165,20 +192,23 @@ def plan_parts(
     tokens_per_part: int,
     min_parts: int,
     first_number: int,
+    packed: bool = False,
 ) -> list[PlannedPart]:
     """Cut rows into batches and batches into parts of nearly equal padded tokens.
 
     Args:
         rows: row numbers to plan, [n]; ``lengths`` and ``buckets`` are those of the whole corpus.
-        tokens_per_part: padded tokens of a part at the most, where a batch is not larger.
+        tokens_per_part: tokens of a part at the most, padding included, where a batch is not larger.
         min_parts: fewest parts, as long as there are as many batches.
         first_number: number of the first part.
+        packed: fill batches by the sum of their rows' lengths instead of the padded size.
     """
     batches: list[np.ndarray] = []
+    make_batches = packed_batches if packed else padded_batches
     for bucket in sorted(set(buckets[rows].tolist()), reverse=True):
         members = rows[buckets[rows] == bucket]
-        batches += padded_batches(members, lengths[members], tokens_per_batch=tokens_per_batch)
-    costs = np.array([int(lengths[batch[0]]) * len(batch) for batch in batches], dtype=np.int64)
+        batches += make_batches(members, lengths[members], tokens_per_batch=tokens_per_batch)
+    costs = np.array([int(lengths[batch].sum()) if packed else int(lengths[batch[0]]) * len(batch) for batch in batches], dtype=np.int64)
     if not batches:
         return []
     num_parts = min(len(batches), max(min_parts, math.ceil(costs.sum() / tokens_per_part)))

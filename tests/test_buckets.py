@@ -5,7 +5,16 @@ import itertools
 import numpy as np
 import pytest
 
-from dflash_offline.buckets import auto_edges, bucket_of, bucket_range, bucket_table, buckets_of, epoch_order, padded_batches
+from dflash_offline.buckets import (
+    auto_edges,
+    bucket_of,
+    bucket_range,
+    bucket_table,
+    buckets_of,
+    epoch_order,
+    packed_batches,
+    padded_batches,
+)
 
 EDGES = [770, 1216, 1728, 2432, 3296, 8193]
 
@@ -33,6 +42,8 @@ def test_table_has_the_documented_shape() -> None:
 def test_table_shows_padding() -> None:
     (line,) = bucket_table(np.array([100, 50, 50]), [101], tokens_per_batch=300)
     assert line.endswith("padding 33.3%")
+    (line,) = bucket_table(np.array([100, 50, 50]), [101], tokens_per_batch=300, packed=True)
+    assert line.endswith("padding  0.0%")
 
 
 def test_padded_batches_stay_within_the_budget_and_hold_every_row_once() -> None:
@@ -45,6 +56,21 @@ def test_padded_batches_stay_within_the_budget_and_hold_every_row_once() -> None
     assert all(max(length_of[row] for row in batch.tolist()) * len(batch) <= 1000 for batch in batches)
     assert len(batches) <= 1.2 * lengths.sum() / 1000 + 1  # sorted by length, so hardly anything is padding
     assert [len(batch) for batch in padded_batches(np.array([3]), np.array([5000]), tokens_per_batch=1000)] == [1]
+
+
+def test_packed_batches_are_full_and_hold_every_row_once() -> None:
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 500, 3000)
+    rows = generator.permutation(10000)[:3000]
+    length_of = dict(zip(rows.tolist(), lengths.tolist(), strict=True))
+    batches = [batch.tolist() for batch in packed_batches(rows, lengths, tokens_per_batch=1000)]
+    assert sorted(itertools.chain.from_iterable(batches)) == sorted(rows.tolist())
+    sums = [sum(length_of[row] for row in batch) for batch in batches]
+    assert max(sums) <= 1000 and len(batches) <= lengths.sum() / 1000 / 0.99 + 1
+    longest = [length_of[batch[0]] for batch in batches]
+    assert longest == sorted(longest, reverse=True)
+    assert [batch.tolist() for batch in packed_batches(np.array([3, 4]), np.array([5, 5000]), tokens_per_batch=1000)] == [[4], [3]]
+    assert packed_batches(np.zeros(0, np.int64), np.zeros(0, np.int64), tokens_per_batch=10) == []
 
 
 def brute_force_waste(lengths: list[int], num_buckets: int) -> int:

@@ -32,7 +32,7 @@ def run_rows(forwarder: Forwarder, rows: list[np.ndarray], size: int) -> list[to
     found = []
     for start in range(0, len(rows), size):
         for positions, batch in forwarder.run(rows[start : start + size], bucket=0):
-            found.extend(torch.stack([tap[i, : batch.lengths[i]] for tap in batch.taps], 1) for i in range(len(positions)))
+            found.extend(torch.stack(batch.row(i), 1) for i in range(len(positions)))
     return found
 
 
@@ -46,6 +46,45 @@ def test_rows_alone_equal_rows_in_batches(target: Target, size: int) -> None:
         assert ((a - b).abs().amax(-1) / a.pow(2).mean(-1).sqrt()).max() < 1e-5
     again = run_rows(forwarder, rows, size)
     assert all(torch.equal(a, b) for a, b in zip(together, again, strict=True)), "the same batch must give the same bits"
+
+
+@pytest.mark.parametrize("size", [2, 7, 20])
+def test_packed_rows_equal_rows_alone(target: Target, size: int) -> None:
+    rows = make_rows([60, 59, 41, 40, 40, 33, 21, 20, 9, 8, 8, 7, 5, 4, 3, 3, 2, 2, 2, 2])
+    forwarder, lines = make_forwarder(target, packed=True)
+    assert forwarder.packs and not lines
+    alone, together = run_rows(make_forwarder(target)[0], rows, 1), run_rows(forwarder, rows, size)
+    assert [len(a) for a in together] == [len(row) for row in rows] and forwarder.padding == 0
+    for a, b in zip(alone, together, strict=True):
+        assert ((a - b).abs().amax(-1) / a.pow(2).mean(-1).sqrt()).max() < 1e-5
+    assert all(torch.equal(a, b) for a, b in zip(together, run_rows(forwarder, rows, size), strict=True))
+
+
+def test_out_of_memory_halves_packed_batches(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    forwarder, lines = make_forwarder(target, packed=True)
+    rows, taps, sizes = make_rows([40, 30, 20, 10]), target.packed_taps, []
+    want = run_rows(forwarder, rows, 4)
+
+    def limited(batch: list[np.ndarray]) -> list[torch.Tensor]:
+        sizes.append([len(row) for row in batch])
+        if sum(map(len, batch)) > 60:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return taps(batch)
+
+    monkeypatch.setattr(target, "packed_taps", limited)
+    found = run_rows(forwarder, rows, 4)
+    assert sizes == [[40, 30, 20, 10], [40], [30, 20]] + [[10]] and forwarder.limits == {0: 50}
+    assert lines == ["out of memory with 4 rows of up to 40 tokens: bucket 0 goes on with at most 50 tokens a batch instead of 100"]
+    for a, b in zip(want, found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_target_that_cannot_be_packed_is_padded_and_says_why(target: Target) -> None:
+    target.layers[0] = Leaking(target.layers[0])
+    forwarder, lines = make_forwarder(target, packed=True)
+    assert not forwarder.packs and lines[0].startswith("rows are padded, not packed: packed rows come out")
+    (lengths,) = [batch.lengths for _, batch in forwarder.run(make_rows([9, 5]), bucket=0)]
+    assert lengths == [9, 5] and forwarder.padded_tokens == 18
 
 
 def test_padding_share_is_counted(target: Target) -> None:
@@ -67,8 +106,8 @@ def test_out_of_memory_halves_the_bucket(target: Target, monkeypatch: pytest.Mon
     forwarder, lines = make_forwarder(target)
     rows = make_rows([9] * 8)
     found = run_rows(forwarder, rows, 8)
-    assert sizes == [8, 4, 2, 2, 2, 2] and forwarder.limits == {0: 2}
-    assert len(lines) == 2 and "bucket 0 goes on with at most 2 rows" in lines[-1]
+    assert sizes == [8, 4, 2, 2, 2, 2] and forwarder.limits == {0: 18}
+    assert len(lines) == 2 and "bucket 0 goes on with at most 18 tokens" in lines[-1]
     monkeypatch.undo()
     for a, b in zip(found, run_rows(make_forwarder(target)[0], rows, 8), strict=True):
         torch.testing.assert_close(a, b)

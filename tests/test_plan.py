@@ -11,9 +11,9 @@ import pytest
 from dflash_offline import keys, plan
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus, prepare
-from dflash_offline.errors import DFlashError
+from dflash_offline.errors import DFlashError, TargetError
 from dflash_offline.layout import Layout
-from dflash_offline.plan import CapturePlan, bytes_per_token, make_plan, plan_parts
+from dflash_offline.plan import CapturePlan, bytes_per_token, make_plan, plan_parts, why_padded_batches
 from dflash_offline.progress import Progress
 
 RunFile = Callable[..., Path]
@@ -39,13 +39,26 @@ def test_every_row_is_planned_once_in_batches_of_one_bucket(run_file: RunFile) -
         assert part.tokens == sum(int(corpus.lengths[row]) for row in part.rows)
         for batch in part.batches:
             assert len({int(corpus.buckets[row]) for row in batch}) == 1
-            assert max(int(corpus.lengths[row]) for row in batch) * len(batch) <= config.corpus.tokens_per_batch
+            assert sum(int(corpus.lengths[row]) for row in batch) <= config.corpus.tokens_per_batch
     assert [part.name for part in found.parts] == [f"part-{i:05d}" for i in range(len(found.parts))]
     first, last = found.parts[0].batches[0], found.parts[-1].batches[-1]
     assert corpus.buckets[first[0]] >= corpus.buckets[last[0]]  # longest first
     assert set(found.statistics_rows) <= set(range(len(corpus))) and 0 < len(found.statistics_rows) <= 32
-    assert CapturePlan.load(path) == found
+    assert CapturePlan.load(path) == found and found.packed and ", packed" in found.summary()
     assert found.num_rows == len(corpus) and found.num_tokens == int(np.sum(corpus.lengths))
+
+
+def test_padded_batches_are_planned_where_the_run_file_or_the_target_wants_them(run_file: RunFile) -> None:
+    config, corpus, path = made(run_file(rows=60))
+    wanted = config.model_copy(update={"target": config.target.model_copy(update={"batches": "padded"})})
+    found = make_plan(wanted, corpus, path.parent / "no-store", path)
+    assert not found.packed and found.summary().endswith('padded ([target] batches = "padded")')
+    for batch in (batch for part in found.parts for batch in part.batches):
+        assert max(int(corpus.lengths[row]) for row in batch) * len(batch) <= config.corpus.tokens_per_batch
+    eager = config.target.model_copy(update={"attention": "eager"})
+    assert "packs nothing" in str(why_padded_batches(config.model_copy(update={"target": eager})))
+    with pytest.raises(TargetError, match='batches = "packed".*cannot be packed.*attention = "eager"'):
+        why_padded_batches(config.model_copy(update={"target": eager.model_copy(update={"batches": "packed"})}))
 
 
 def test_a_plan_is_kept_as_it_is(run_file: RunFile) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from dflash_offline.errors import TargetError
 from dflash_offline.target import Target
+from dflash_offline.target.packed import NotPackableError
 
 CHECKED_TOKENS = 256
 # Relative L2 distance, median over tokens. In bf16 other shapes mean other kernels: 1-2 % apart, layers 10 % and more.
@@ -74,3 +75,14 @@ def check_padding(target: Target, vocab_size: int) -> bool:
     first, second = target.taps(ids), target.taps(other)
     tolerance = _TOLERANCE.get(target.dtype, _TOLERANCE_BF16)
     return all(_distance(a[0, :37], b[0, :37]) <= tolerance for a, b in zip(first, second, strict=True))
+
+
+def check_packing(target: Target, vocab_size: int) -> str | None:
+    """Why rows of this target cannot be packed; None if packed rows come out as they do alone."""
+    try:
+        distance = target.check_packing(vocab_size)
+    except NotPackableError as error:
+        return str(error)
+    if distance <= _TOLERANCE.get(target.dtype, _TOLERANCE_BF16):
+        return None
+    return f"packed rows come out {distance:.2g} away from the same rows alone"

@@ -1,11 +1,11 @@
 """Batches of rows -> hidden states of the tapped layers.
 
-Rows are padded on the right to the longest of their batch; the plan sorts rows by length, so little is padded. On a GPU
-the layers are compiled one by one with symbolic batch and length, so that one compilation (two, where a batch holds a
-single row) serves every bucket; recompilations are counted. A batch that does not fit into memory is halved, and so is
-every later batch of its bucket.
+Rows are packed, one after another (``target/packed.py``), or, where the target's attention does not allow it, padded on
+the right to the longest of their batch. On a GPU the layers are compiled one by one with symbolic sizes, so that one
+compilation (padded: two, where a batch holds a single row) serves every bucket; recompilations are counted. A batch that
+does not fit into memory is halved, and so is the token budget of its bucket from then on.
 
-Tensor legend: B rows, T tokens (padded), K taps, H hidden.
+Tensor legend: T tokens of a row, N token places of a batch, K taps, H hidden.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dflash_offline.capture.checks import check_padding
+from dflash_offline.capture.checks import check_packing, check_padding
 from dflash_offline.errors import TargetError
 from dflash_offline.target import Target
 
-GPU_MULTIPLE = 8  # lengths are padded to a multiple of this: aligned loads in attention kernels
+GPU_MULTIPLE = 8  # padded lengths are a multiple of this: aligned loads in attention kernels
 
 
 @dataclass
@@ -27,35 +27,48 @@ class Batch:
 
     Attributes:
         lengths: tokens of each row.
-        taps: K tensors ``[B, T, H]`` on the target's device, in its dtype; rows at or beyond a row's length mean nothing.
+        starts: where each row begins along N.
+        taps: K tensors ``[N, H]`` on the target's device, in its dtype; places between the rows mean nothing.
         ready: on a GPU, the event after which ``taps`` hold their values.
     """
 
     lengths: list[int]
+    starts: list[int]
     taps: list[torch.Tensor]
     ready: torch.cuda.Event | None = None
 
-    def hidden(self, b: int, start: int = 0) -> torch.Tensor:
-        """Row ``b`` from token ``start`` on: bf16 ``[T, K, H]``."""
-        return torch.stack([tap[b, start : self.lengths[b]] for tap in self.taps], dim=1).to(torch.bfloat16)
+    def row(self, b: int) -> list[torch.Tensor]:
+        """Row ``b``: K tensors ``[T, H]``, views."""
+        return [tap[self.starts[b] : self.starts[b] + self.lengths[b]] for tap in self.taps]
+
+    def hidden(self, b: int) -> torch.Tensor:
+        """Row ``b``: bf16 ``[T, K, H]``."""
+        return torch.stack(self.row(b), dim=1).to(torch.bfloat16)
 
 
 class Forwarder:
     """Runs batches through a target.
 
     Args:
+        packed: pack the rows of a batch; padded all the same, and said, if trying it out shows that the target cannot be packed.
         compile_layers: compile the layers one by one; has an effect on GPUs only.
         is_hybrid: the target carries a state over tokens; then padding is tried out first.
         say: takes a line that the user should see.
     """
 
-    def __init__(self, target: Target, *, compile_layers: bool, is_hybrid: bool, vocab_size: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, target: Target, *, compile_layers: bool, is_hybrid: bool, vocab_size: int, say: Callable[[str], None], packed: bool = False
+    ) -> None:
         self.target, self._say = target, say
-        self.limits: dict[int, int] = {}  # bucket -> most rows of a batch, after it ran out of memory
+        self.limits: dict[int, int] = {}  # bucket -> most token places of a batch, after it ran out of memory
         self.tokens = self.padded_tokens = 0
         self.is_cuda = target.device.type == "cuda"
         self.compiled = compile_layers and self.is_cuda
-        self.pads = not is_hybrid or check_padding(target, vocab_size)
+        reason = check_packing(target, vocab_size) if packed else None
+        self.packs = packed and reason is None
+        if reason:
+            say(f"rows are padded, not packed: {reason}")
+        self.pads = self.packs or not is_hybrid or check_padding(target, vocab_size)
         if not self.pads:
             say("padding reaches the hidden states of this target, so only rows of equal length share a batch")
         if self.compiled:
@@ -84,16 +97,15 @@ class Forwarder:
             pending = [group]
             while pending:
                 part = pending.pop(0)
-                limit = self.limits.get(bucket)
-                if limit is not None and len(part) > limit:
-                    pending[:0] = [range(part.start, part.start + limit), range(part.start + limit, part.stop)]
-                    continue
-                batch = self._try(rows[part.start : part.stop])
+                fitting = self._within(self.limits.get(bucket), rows, part)
+                if len(fitting) < len(part):
+                    pending.insert(0, range(fitting.stop, part.stop))
+                batch = self._try(rows[fitting.start : fitting.stop])
                 if batch is None:
-                    self._halve(len(part), bucket, max(len(row) for row in rows[part.start : part.stop]))
-                    pending.insert(0, part)
+                    self._halve([len(row) for row in rows[fitting.start : fitting.stop]], bucket)
+                    pending.insert(0, fitting)
                     continue
-                yield part, batch
+                yield fitting, batch
 
     def _groups(self, rows: list[np.ndarray]) -> list[range]:
         """Neighbours that may share a batch: all rows, or those of equal length where padding is not safe."""
@@ -102,40 +114,67 @@ class Forwarder:
         starts = [0] + [i for i in range(1, len(rows)) if len(rows[i]) != len(rows[i - 1])] + [len(rows)]
         return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
 
-    def _try(self, rows: list[np.ndarray]) -> Batch | None:
-        """One forward; None when the device is out of memory."""
-        lengths = [len(row) for row in rows]
+    def _places(self, lengths: list[int]) -> int:
+        """Token places of a batch of rows this long."""
+        if self.packs:
+            return sum(lengths)
         longest = max(lengths)
         if self.is_cuda and self.pads:
             longest = -(-longest // GPU_MULTIPLE) * GPU_MULTIPLE
-        ids = torch.zeros(len(rows), longest, dtype=torch.long, pin_memory=self.is_cuda)
-        for b, row in enumerate(rows):
-            ids[b, : len(row)] = torch.from_numpy(np.asarray(row, dtype=np.int64))
+        return longest * len(lengths)
+
+    def _within(self, limit: int | None, rows: list[np.ndarray], part: range) -> range:
+        """As many of the part's first rows as the limit allows, one at least."""
+        if limit is None:
+            return part
+        stop = part.start + 1
+        while stop < part.stop and self._places([len(row) for row in rows[part.start : stop + 1]]) <= limit:
+            stop += 1
+        return range(part.start, stop)
+
+    def _try(self, rows: list[np.ndarray]) -> Batch | None:
+        """One forward; None when the device is out of memory."""
+        lengths = [len(row) for row in rows]
+        places = self._places(lengths)
         try:
-            taps = self.target.taps(ids.to(self.target.device, non_blocking=True))
+            if self.packs:
+                starts = [0, *np.cumsum(lengths[:-1]).tolist()]
+                taps = self.target.packed_taps(rows)
+            else:
+                longest = places // len(rows)
+                starts = [b * longest for b in range(len(rows))]
+                taps = self.target.taps(self._padded(rows, longest).to(self.target.device, non_blocking=True))
         except torch.OutOfMemoryError:
             return None
         except torch._dynamo.exc.TorchDynamoException as error:
             first = str(error).strip().splitlines()[0][:200]
             raise TargetError(f"the target's layers cannot be compiled ({first}); set [target] compile = false") from error
         self.tokens += sum(lengths)
-        self.padded_tokens += ids.numel()
+        self.padded_tokens += places
         ready = None
         if self.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-        return Batch(lengths, taps, ready)
+        return Batch(lengths, starts, [tap.flatten(0, 1) for tap in taps], ready)
 
-    def _halve(self, num_rows: int, bucket: int, longest: int) -> None:
+    def _padded(self, rows: list[np.ndarray], longest: int) -> torch.Tensor:
+        ids = torch.zeros(len(rows), longest, dtype=torch.long, pin_memory=self.is_cuda)
+        for b, row in enumerate(rows):
+            ids[b, : len(row)] = torch.from_numpy(np.asarray(row, dtype=np.int64))
+        return ids
+
+    def _halve(self, lengths: list[int], bucket: int) -> None:
         torch.cuda.empty_cache()
-        if num_rows == 1:
+        if len(lengths) == 1:
             raise TargetError(
-                f"{self.target.device}: a single row of {longest} tokens does not fit into memory; lower [corpus] max_length, "
+                f"{self.target.device}: a single row of {lengths[0]} tokens does not fit into memory; lower [corpus] max_length, "
                 "capture fewer layers, or use a GPU with more memory"
             )
-        self.limits[bucket] = num_rows // 2
+        places = self._places(lengths)
+        self.limits[bucket] = places // 2
         self._say(
-            f"out of memory with {num_rows} rows of {longest} tokens: bucket {bucket} goes on with at most {num_rows // 2} rows a batch"
+            f"out of memory with {len(lengths)} rows of up to {max(lengths)} tokens: bucket {bucket} goes on with at most "
+            f"{places // 2} tokens a batch instead of {places}"
         )
 
 

@@ -196,7 +196,7 @@ def run_batches(
         ids, tokens = [corpus.row(row).input_ids for row in rows], 0
         for positions, batch in forwarder.run(ids, int(corpus.buckets[rows[0]])):
             if first_batch is not None and total + tokens == 0:
-                first_batch(ids[positions.start], [tap[0, : batch.lengths[0]] for tap in batch.taps])
+                first_batch(ids[positions.start], batch.row(0))
             job.put([int(rows[i]) for i in positions], batch)
             tokens += sum(batch.lengths)
             del batch

@@ -204,7 +204,7 @@ class Replica:
             "padding": round(1 - done / padded, 5) if padded else 0.0,
             "wait_s": round(self.backlog.waited_s - waited, 3),
             "resumed_at_sample": resume,
-            "rows_per_batch_halved_to": {str(bucket): limit for bucket, limit in self.forwarder.limits.items()},
+            "tokens_per_batch_halved_to": {str(bucket): limit for bucket, limit in self.forwarder.limits.items()},
             "compiled_graphs": self.forwarder.num_graphs,
         }
         self._commit_lines[part.name] = extra
@@ -268,6 +268,7 @@ class Replica:
             compile_layers=config.compile,
             is_hybrid=self._facts.is_hybrid,
             vocab_size=self._facts.vocab_size,
+            packed=self.plan.packed,
             say=lambda line: self.progress.say(f"Target {self.replica}: {line}"),
         )
         self._recorded: dict[str, Any] = {
@@ -278,6 +279,7 @@ class Replica:
             "dtype": config.dtype,
             "attention": config.attention,
             "compiled": self.forwarder.compiled,
+            "packed": self.forwarder.packs,
         }
         self.statistics = channel_statistics(self.config.store.codec, self.store_path, self.plan, self.corpus, self.forwarder)
         self._say_changes()

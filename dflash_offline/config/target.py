@@ -24,6 +24,10 @@ class TargetConfig(Section):
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field("sdpa", description="Attention implementation of the target.")
     compile: bool = Field(True, description="Compile the target's layers one by one. Has an effect on GPUs only.")
+    batches: Literal["auto", "packed", "padded"] = Field(
+        "auto",
+        description="Rows of a capture batch one after another without padding (packed), or padded; auto packs where the target allows it.",
+    )
     trust_remote_code: bool = Field(False, description="Run modelling code that comes with the model folder.")
 
     _gpus = field_validator("gpus")(check_gpus)

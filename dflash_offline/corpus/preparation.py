@@ -129,7 +129,10 @@ def _prepare(config: RunConfig, folder: Path, key: str, progress: Progress) -> N
         "chat_template_kwargs": dict(config.corpus.chat_template_kwargs),
         "rows_from": {"files": names, "sources": list(sources)},
     }
-    for line in summary(content, lengths, tokens_per_batch=config.corpus.tokens_per_batch):
+    from dflash_offline.plan import why_padded_batches  # which reads corpora, so not above
+
+    packed = why_padded_batches(config) is None
+    for line in summary(content, lengths, tokens_per_batch=config.corpus.tokens_per_batch, packed=packed):
         progress.say(line)
     write_manifest(folder, kind="corpus", key=key, files=files, **content)
     progress.update(done=total_bytes, text="corpus is ready", force=True)
@@ -207,7 +210,7 @@ def split_heldout(prompt_hashes: np.ndarray, fraction: float) -> np.ndarray:
     return heldout
 
 
-def summary(content: dict[str, Any], lengths: np.ndarray, *, tokens_per_batch: int) -> list[str]:
+def summary(content: dict[str, Any], lengths: np.ndarray, *, tokens_per_batch: int, packed: bool) -> list[str]:
     """What preparing prints: counts that add up, mask, bucket table."""
     counts = content["counts"]
     lines = [
@@ -225,5 +228,5 @@ def summary(content: dict[str, Any], lengths: np.ndarray, *, tokens_per_batch: i
         f"{counts['truncated_rows']} answers without end marker; {counts['heldout_rows']} rows held out; "
         f"{counts['duplicate_rows']} duplicates"
     )
-    lines.extend(bucket_table(lengths, content["bucket_edges"], tokens_per_batch=tokens_per_batch))
+    lines.extend(bucket_table(lengths, content["bucket_edges"], tokens_per_batch=tokens_per_batch, packed=packed))
     return lines

@@ -129,7 +129,7 @@ def _stop_tokens(folder: Path, *configs: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _is_hybrid(config: Any) -> bool:
+def is_hybrid(config: Any) -> bool:
     """Whether a layer carries a state over tokens (linear attention, SSM, short convolution), by layer kinds or sizes of such layers."""
     kinds: list[str] = []
     for name in ("layer_types", "layers_block_type", "block_types"):
@@ -183,6 +183,6 @@ def facts(folder: Path, trust_remote_code: bool = False) -> TargetFacts:
         model_type=str(getattr(config, "model_type", "")),
         architectures=tuple(getattr(config, "architectures", None) or ()),
         is_moe=any(isinstance(count, int) and count > 1 for count in experts),
-        is_hybrid=_is_hybrid(text),
+        is_hybrid=is_hybrid(text),
         initializer_range=float(getattr(text, "initializer_range", None) or 0.02),
     )

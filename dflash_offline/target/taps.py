@@ -1,16 +1,17 @@
 """A loaded target with hooks on the tapped layers.
 
-Tensor legend: B rows, T tokens (padded), K taps, H hidden.
+Tensor legend: B rows, T tokens (padded), N tokens of all rows (packed), K taps, H hidden.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from dflash_offline.errors import TargetError
+from dflash_offline.target import packed
 
 _HOOKS_FLAG = "_output_capturing_hooks_installed"  # how transformers knows that its hooks are there
 _STATE_KINDS = ("linear", "mamba", "conv", "recurrent", "ssm", "delta")
@@ -93,6 +94,57 @@ class Target:
         if missing := [i for i in self.layer_ids if i not in caught]:
             raise TargetError(f"layers {missing} of {type(self.model).__name__} did not run, so nothing could be tapped there")
         return [caught[i] for i in self.layer_ids]
+
+    @torch.inference_mode()
+    def packed_taps(self, rows: Sequence[Any]) -> list[torch.Tensor]:
+        """The tapped layers' outputs of rows (int arrays) that lie one after another: K tensors ``[1, N, H]``, without a copy.
+
+        Raises:
+            NotPackableError: the target's attention wants what packed rows cannot have.
+        """
+        packed.register()
+        arguments = packed.pack(rows, self.device)
+        with self._attention(packed.IMPLEMENTATION):
+            return self.taps(**arguments)
+
+    def check_packing(self, vocab_size: int) -> float:
+        """Compare packed rows with the same rows alone; the largest relative distance over rows and taps (median over tokens).
+
+        Raises:
+            NotPackableError: the target's attention wants what packed rows cannot have, or its forward does not take them.
+        """
+        generator = torch.Generator().manual_seed(0)
+        rows = [torch.randint(0, vocab_size, (length,), generator=generator) for length in (37, 5, 96, 64)]
+        try:
+            with packed.windows_seen() as seen:
+                together = self.packed_taps(rows)
+        except packed.NotPackableError:
+            raise
+        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError, IndexError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+            raise packed.NotPackableError(f"its forward does not take packed rows ({type(error).__name__}: {first[:160]})") from error
+        packed.check_windows(packed.text_config(self.model.config), seen)
+        worst, start = 0.0, 0
+        for row in rows:
+            for alone, tap in zip(self.taps(row[None]), together, strict=True):
+                got, want = tap[0, start : start + len(row)].float(), alone[0].float()
+                distance = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-20)
+                worst = max(worst, float(distance.median()))
+            start += len(row)
+        return worst
+
+    @contextlib.contextmanager
+    def _attention(self, implementation: str) -> Iterator[None]:
+        """Every module's attention by this name, while the block runs."""
+        configs = {id(config): config for module in self.model.modules() if (config := getattr(module, "config", None)) is not None}
+        before = [(config, config._attn_implementation) for config in configs.values() if hasattr(config, "_attn_implementation")]
+        try:
+            for config, _ in before:
+                config._attn_implementation = implementation
+            yield
+        finally:
+            for config, name in before:
+                config._attn_implementation = name
 
     @torch.inference_mode()
     def plain_hidden_states(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
