@@ -9,6 +9,7 @@ import click
 from dflash_offline.cli.options import bytes_text, echo_json, json_option, load_run, store_arguments, store_path, table
 
 if TYPE_CHECKING:
+    from dflash_offline.config import RunConfig
     from dflash_offline.store import HiddenStateStore
 
 
@@ -111,14 +112,35 @@ def find_sample(store: "HiddenStateStore", which: str) -> int:
 
 
 @click.command()
-@click.argument("sample")
+@click.argument("sample", required=False)
 @store_arguments
 @json_option
+@click.option(
+    "--corpus", "row", type=click.IntRange(min=0), help="Show this row of the corpus instead; needs no store, nor a prepared corpus."
+)
 @click.option("--layers", help="Layer ids, separated by commas; all captured ones when left out.")
 @click.option("--tokens", callback=_token_range, help="Token range a:b.")
 @click.option("--values", type=click.IntRange(min=0), default=4, show_default=True, help="First values shown of each layer.")
-def show(sample: str, store: Path | None, config: Path | None, as_json: bool, layers: str | None, tokens: slice, values: int) -> None:
-    """One SAMPLE (number, or start of its content hash): its text with the trained part marked, norms, first values."""
+def show(
+    sample: str | None,
+    store: Path | None,
+    config: Path | None,
+    as_json: bool,
+    row: int | None,
+    layers: str | None,
+    tokens: slice,
+    values: int,
+) -> None:
+    """One SAMPLE (number, or start of its content hash): its text with the trained part marked, norms, first values.
+
+    With --corpus N: conversation N before anything was captured, its trained part marked.
+    """
+    if (sample is None) == (row is None):
+        raise click.UsageError("name a sample of the store, or a row of the corpus with --corpus N")
+    if row is not None:
+        _show_conversation(load_run(config), row, as_json=as_json)
+        return
+    assert sample is not None
     from dflash_offline import store as stores
     from dflash_offline.errors import StoreError
 
@@ -143,7 +165,7 @@ def show(sample: str, store: Path | None, config: Path | None, as_json: bool, la
         f"{sum(found['loss_mask'])} trained on, bucket {found['bucket']}, hash {found['sha256'][:16]}\n"
     )
     shown = runs if runs is not None else [(f"{token} ", bool(trained)) for token, trained in zip(ids, mask, strict=True)]
-    click.echo("".join(click.style(f"\u00ab{text}\u00bb", fg="green") if trained else text for text, trained in shown) + "\n")
+    click.echo(_marked(shown) + "\n")
     rows = []
     for row in found["layers"]:
         norms = ["", "", ""] if row["rms"] is None else [f"{row['rms'][key]:.4g}" for key in ("min", "mean", "max")]
@@ -151,6 +173,22 @@ def show(sample: str, store: Path | None, config: Path | None, as_json: bool, la
     width = max((len(row["values"]) for row in found["layers"]), default=0)
     columns = ["layer", "RMS min", "mean", "max", *[f"[{i}]" for i in range(width)]]
     table(None, columns, rows, right=range(len(columns)))
+
+
+def _marked(runs: Sequence[tuple[str, bool]]) -> str:
+    return "".join(click.style(f"\u00ab{text}\u00bb", fg="green") if trained else text for text, trained in runs)
+
+
+def _show_conversation(run: "RunConfig", row: int, *, as_json: bool) -> None:
+    from dflash_offline import corpus
+
+    found = corpus.show(run, row)
+    if as_json:
+        echo_json({"origin": found.origin, "tokens": found.num_tokens, "supervised": found.num_supervised, "runs": found.runs})
+        return
+    notes = "".join(f", {note}" for note in found.notes)
+    click.echo(f"row {row} ({found.origin}), {found.num_tokens} tokens, {found.num_supervised} trained on{notes}\n")
+    click.echo(_marked(found.runs))
 
 
 def _text_runs(ids: list[int], mask: list[int], config: Path | None) -> list[tuple[str, bool]] | None:

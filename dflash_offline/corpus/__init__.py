@@ -16,7 +16,7 @@ In reading order:
 """
 
 from dflash_offline.corpus.preparation import corpus_files, prepare
-from dflash_offline.corpus.preview import Peek, peek, render
+from dflash_offline.corpus.preview import Peek, Shown, peek, render, show
 from dflash_offline.corpus.schema import Conversation, RowRejected, parse_row
 from dflash_offline.corpus.storage import Corpus, CorpusRow, row_hash
 
@@ -26,10 +26,12 @@ __all__ = [
     "CorpusRow",
     "Peek",
     "RowRejected",
+    "Shown",
     "corpus_files",
     "parse_row",
     "peek",
     "prepare",
     "render",
     "row_hash",
+    "show",
 ]

@@ -4,26 +4,91 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.preparation import corpus_files
 from dflash_offline.corpus.reading import Block, read_file
 from dflash_offline.corpus.rows import RowMaker, RowOptions
 from dflash_offline.corpus.storage import Corpus
-from dflash_offline.corpus.template import load_source, load_template
+from dflash_offline.corpus.template import ChatTemplate, load_source, load_template
+from dflash_offline.errors import CorpusError
+from dflash_offline.layout import Layout
+from dflash_offline.manifest import MANIFEST
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A conversation as it is trained on.
+
+    Attributes:
+        origin: ``file:line`` it was read from.
+        num_tokens, num_supervised: tokens, and how many of them are trained on.
+        runs: its text as runs of (text, supervised), control tokens included; joined they are the whole row. A
+            character whose tokens lie on both sides of a run's border shows as U+FFFD.
+        notes: whatever else is known of the row.
+    """
+
+    origin: str
+    num_tokens: int
+    num_supervised: int
+    runs: list[tuple[str, bool]]
+    notes: list[str]
+
+
+def show(config: RunConfig, index: int) -> Shown:
+    """Row ``index`` of the run file's corpus; of a corpus that is not prepared yet, read from its files.
+
+    Raises:
+        CorpusError: there is no such row.
+        DFlashError: files, tokenizer or template cannot be used.
+    """
+    folder = Layout(config.root_dir).corpus(keys.corpus_key(config))
+    if not (folder / MANIFEST).exists():
+        return _show_unprepared(config, index)
+    corpus = Corpus.open(folder)
+    if not 0 <= index < len(corpus):
+        raise CorpusError(f"--corpus {index}: the corpus has {len(corpus):,} rows, numbered from 0")
+    row = corpus.row(index)
+    notes = [f"bucket {row.bucket}", *["held out"] * row.heldout, *["no end marker"] * bool(corpus.truncated[index])]
+    runs = render(config, corpus, index)
+    return Shown(corpus.origin(index), len(row.input_ids), int(np.count_nonzero(row.loss_mask)), runs, notes)
+
+
+def _show_unprepared(config: RunConfig, index: int) -> Shown:
+    paths = [path for path in corpus_files(config) if path.stat().st_size]
+    maker = RowMaker(RowOptions.of(config, load_source(config)), [str(path) for path in paths])
+    before = 0
+    for number, path in enumerate(paths):
+        for block in read_file(path, number):
+            arrays = maker(block).arrays
+            count = 0 if arrays is None else len(arrays["lengths"])
+            if arrays is None or index >= before + count:
+                before += count
+                continue
+            place = index - before
+            stop = int(arrays["lengths"][: place + 1].sum())
+            tokens = slice(stop - int(arrays["lengths"][place]), stop)
+            ids, mask = arrays["input_ids"][tokens], arrays["loss_mask"][tokens]
+            origin = f"{path}:{arrays['line'][place]}"
+            runs = _runs(maker.template, ids, mask)
+            return Shown(origin, len(ids), int(np.count_nonzero(mask)), runs, ["not prepared yet"])
+    raise CorpusError(f"--corpus {index}: the files have {before:,} usable rows, numbered from 0")
 
 
 def render(config: RunConfig, corpus: Corpus, index: int) -> list[tuple[str, bool]]:
-    """Text of row ``index`` as runs of (text, supervised), control tokens included; joined they are the whole row.
-
-    A character whose tokens lie on both sides of a run's border shows as U+FFFD.
+    """Text of row ``index`` as runs of (text, supervised), see ``Shown``.
 
     Raises:
         IndexError: there is no such row.
     """
-    row, template = corpus.row(index), load_template(config)
-    borders = np.flatnonzero(np.diff(row.loss_mask)) + 1
-    starts, stops = [0, *borders.tolist()], [*borders.tolist(), len(row.input_ids)]
-    return [(template.decode(row.input_ids[a:b]), bool(row.loss_mask[a])) for a, b in zip(starts, stops, strict=True)]
+    row = corpus.row(index)
+    return _runs(load_template(config), row.input_ids, row.loss_mask)
+
+
+def _runs(template: ChatTemplate, ids: np.ndarray, mask: np.ndarray) -> list[tuple[str, bool]]:
+    borders = np.flatnonzero(np.diff(mask)) + 1
+    starts, stops = [0, *borders.tolist()], [*borders.tolist(), len(ids)]
+    return [(template.decode(ids[a:b]), bool(mask[a])) for a, b in zip(starts, stops, strict=True)]
 
 
 @dataclass(frozen=True)
