@@ -64,6 +64,7 @@ class _Corpus:
     captured_rows: int
     captured_tokens: int
     parts: int
+    is_bound: bool = False
 
 
 def estimate(
@@ -97,6 +98,11 @@ def estimate(
     if train_s is not None and config.train.max_steps is not None:
         most = config.train.max_steps * config.train.micro_batches_per_step * config.train.tokens_per_batch
         train_s *= min(1.0, most / max(1.0, trained))
+    if found.is_bound:
+        warnings.append(
+            "the answers are not written yet: each counts as long as it may become "
+            f"([regenerate] max_new_tokens = {config.regenerate.max_new_tokens}), so tokens, bytes and times are upper bounds"
+        )
     idle_capture, idle_train = _idle_gpus(config)
     if idle_capture or idle_train:
         warnings.append(
@@ -159,7 +165,8 @@ def _corpus(config: RunConfig, layout: Layout, sample: int) -> _Corpus:
         seen = peek(config, sample)
         share = seen.share_read or 1.0
         supervised, parts = round(seen.supervised_tokens / share), _parts_of_sample(config, seen.lengths, share)
-        return _Corpus(seen.estimated_rows, seen.records, share >= 1.0, seen.estimated_tokens, supervised, 0, 0, parts)
+        is_exact = share >= 1.0 and not seen.is_bound
+        return _Corpus(seen.estimated_rows, seen.records, is_exact, seen.estimated_tokens, supervised, 0, 0, parts, seen.is_bound)
     corpus = Corpus.open(folder)
     store = layout.store(keys.capture_key(config))
     held: set[bytes] = set()

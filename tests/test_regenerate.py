@@ -19,6 +19,7 @@ from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus, RowRejected, prepare
 from dflash_offline.corpus.template import load_template
 from dflash_offline.errors import ConfigError, RegenerateError
+from dflash_offline.estimate import estimate
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import read_json, read_manifest
 from dflash_offline.progress import Progress
@@ -403,6 +404,20 @@ def test_corpus_is_made_of_the_answers(tmp_path: Path, talker: Path) -> None:
     corpus = prepare(run.config, Layout(run.config.root_dir).corpus(corpus_key), corpus_key, Progress(None))
     assert isinstance(corpus, Corpus) and corpus.manifest["counts"]["conversations"] == len(rows)
     assert corpus.manifest["counts"]["truncated_rows"] == sum(row["finish_reason"] == "length" for row in rows)
+
+
+def test_plan_counts_answers_that_are_not_written_yet_as_long_as_they_may_become(tmp_path: Path, talker: Path) -> None:
+    run = Run(tmp_path, talker)
+    bound = estimate(run.config)
+    assert not bound.is_exact and any(
+        "max_new_tokens = 12), so tokens, bytes and times are upper bounds" in line for line in bound.warnings
+    )
+    run.go()
+    known = estimate(run.config)
+    assert not any("upper bounds" in line for line in known.warnings)
+    assert known.rows <= bound.rows <= len(PROMPTS) and known.tokens <= bound.tokens <= known.tokens + 12 * 8 * bound.rows
+    few = Run(tmp_path / "few", talker, regenerate={"max_prompts": 3})
+    assert estimate(few.config).rows <= 3
 
 
 def test_keys_follow_what_changes_answers(tmp_path: Path, talker: Path, run_file: Callable[..., Path]) -> None:

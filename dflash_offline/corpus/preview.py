@@ -1,14 +1,17 @@
 """Look at a corpus: a row's text with what is trained on, and the lengths of a sample before anything is prepared."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.preparation import corpus_files
-from dflash_offline.corpus.reading import Block, read_file
+from dflash_offline.corpus.reading import Block, decode_block, read_file
 from dflash_offline.corpus.rows import RowMaker, RowOptions
+from dflash_offline.corpus.schema import RowRejected
 from dflash_offline.corpus.storage import Corpus
 from dflash_offline.corpus.template import ChatTemplate, load_source, load_template
 from dflash_offline.errors import CorpusError
@@ -100,12 +103,14 @@ class Peek:
         supervised_tokens: trained tokens in them.
         records: rows of the files the sample was made from, usable or not.
         share_read: of all bytes of all files.
+        is_bound: the answers are not written yet, and count as long as they may become.
     """
 
     lengths: np.ndarray
     supervised_tokens: int
     records: int
     share_read: float
+    is_bound: bool = False
 
     @property
     def estimated_rows(self) -> int:
@@ -119,33 +124,85 @@ class Peek:
 
 
 def peek(config: RunConfig, num_rows: int) -> Peek:
-    """Tokenise about ``num_rows`` rows, spread evenly over the files' beginnings.
+    """Tokenise about ``num_rows`` rows, spread evenly over the files' beginnings. Where the target is to write the answers
+    and has not yet, the rows are the prompts, and every answer counts ``[regenerate] max_new_tokens``.
 
     Raises:
         CorpusError, ConfigError: as ``prepare``.
     """
-    paths = [path for path in corpus_files(config) if path.stat().st_size]
-    maker = RowMaker(RowOptions.of(config, load_source(config)), [str(path) for path in paths])
+    from dflash_offline.regenerate import is_answered, prompt_files
+
+    is_bound = config.regenerates and not is_answered(config)
+    paths = [path for path in (prompt_files(config) if is_bound else corpus_files(config)) if path.stat().st_size]
+    measure = _prompt_lengths(config) if is_bound else _row_lengths(config, paths)
     lengths, supervised, records, read = [np.zeros(0, dtype=np.int32)], 0, 0, 0.0
-    wanted = -(-num_rows // max(1, len(paths)))
+    most_prompts = config.regenerate.max_prompts if is_bound else None
+    wanted = -(-min(num_rows, most_prompts or num_rows) // max(1, len(paths)))
     for i, path in enumerate(paths):
         taken = 0
         for block in read_file(path, i):
             num_block_rows = _rows_in(block)
             share = min(1.0, (wanted - taken) / max(1, num_block_rows))
-            result = maker(_first_rows(block, wanted - taken))
-            records += result.counts.records
-            taken += result.counts.records
-            if result.arrays is not None:
-                lengths.append(result.arrays["lengths"])
-                supervised += int(np.count_nonzero(result.arrays["loss_mask"]))
+            found = measure(_first_rows(block, wanted - taken))
+            records += found.records
+            taken += found.records
+            lengths.append(found.lengths)
+            supervised += found.supervised_tokens
             if taken >= wanted or share < 1:
                 read += path.stat().st_size * min(1.0, taken / max(1, num_block_rows) * block.position / path.stat().st_size)
                 break
         else:
             read += path.stat().st_size
     total = sum(path.stat().st_size for path in paths)
-    return Peek(np.concatenate(lengths), supervised, records, read / total if total else 0.0)
+    share = read / total if total else 0.0
+    if most_prompts is not None:
+        share = min(1.0, max(share, records / most_prompts))
+    return Peek(np.concatenate(lengths), supervised, records, share, is_bound)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    lengths: np.ndarray
+    supervised_tokens: int
+    records: int
+
+
+def _row_lengths(config: RunConfig, paths: list[Path]) -> Callable[[Block], _Measured]:
+    maker = RowMaker(RowOptions.of(config, load_source(config)), [str(path) for path in paths])
+
+    def measure(block: Block) -> _Measured:
+        result = maker(block)
+        if result.arrays is None:
+            return _Measured(np.zeros(0, dtype=np.int32), 0, result.counts.records)
+        return _Measured(result.arrays["lengths"], int(np.count_nonzero(result.arrays["loss_mask"])), result.counts.records)
+
+    return measure
+
+
+def _prompt_lengths(config: RunConfig) -> Callable[[Block], _Measured]:
+    from dflash_offline.regenerate import parse_turns
+
+    template, section, most = load_template(config), config.regenerate, config.corpus.max_length
+
+    def measure(block: Block) -> _Measured:
+        lengths, supervised, records = [], 0, 0
+        for _, row in decode_block(block):
+            records += row is not None
+            if row is None or isinstance(row, RowRejected):
+                continue
+            try:
+                turns = parse_turns(row, roles=config.corpus.roles)[: section.max_turns]
+                history = [message for turn in turns for message in (*turn, {"role": "assistant", "content": "x"})]
+                messages, _, mark = template.mark(history, None)
+                asked = len(template.encode(template.render(messages), mark).ids)
+            except RowRejected:
+                continue
+            answered = len(turns) * section.max_new_tokens
+            lengths.append(min(most, asked + answered))
+            supervised += min(answered, lengths[-1])
+        return _Measured(np.array(lengths, dtype=np.int32), supervised, records)
+
+    return measure
 
 
 def _rows_in(block: Block) -> int:

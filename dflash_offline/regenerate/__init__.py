@@ -14,8 +14,8 @@ In reading order:
 ``python -m dflash_offline.regenerate`` is the stage. What is answered is in a journal at once and is never asked again.
 """
 
-from dflash_offline.regenerate.parts import answer_files
+from dflash_offline.regenerate.parts import answer_files, is_answered
 from dflash_offline.regenerate.prompts import Prompt, parse_turns, prompt_files
 from dflash_offline.regenerate.run import regenerate
 
-__all__ = ["Prompt", "answer_files", "parse_turns", "prompt_files", "regenerate"]
+__all__ = ["Prompt", "answer_files", "is_answered", "parse_turns", "prompt_files", "regenerate"]

@@ -224,6 +224,11 @@ def _split(file: IO[str], made: Path, prompts: int, *, most: int, replicas: int)
     return parts
 
 
+def is_answered(config: RunConfig) -> bool:
+    """Whether the run file's regeneration is complete."""
+    return (Layout(config.root_dir).regeneration(keys.regenerate_key(config)) / MANIFEST).exists()
+
+
 def answer_files(config: RunConfig) -> list[Path]:
     """The conversation files that the run file's regeneration wrote, in the order of the prompts.
 
