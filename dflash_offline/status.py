@@ -214,7 +214,7 @@ def running_processes(layout: Layout) -> list[Process]:
         stage = path.relative_to(logs).parts[0]
         age_s = max(0.0, time.time() - state["time"])
         ended = bool(state.get("ended"))
-        alive = None if state.get("host", socket.gethostname()) != socket.gethostname() else not ended and _alive(state["pid"])
+        alive = None if state.get("host", socket.gethostname()) != socket.gethostname() else not ended and process_is_alive(state["pid"])
         found.append(
             Process(
                 name,
@@ -234,7 +234,8 @@ def running_processes(layout: Layout) -> list[Process]:
     return found
 
 
-def _alive(pid: int) -> bool:
+def process_is_alive(pid: int) -> bool:
+    """Whether a process of this number is on this host."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
