@@ -24,7 +24,8 @@ _BF16_MAX = tl.constexpr(3.3895313892515355e38)
 # adding and subtracting 1.5 * 2^23 rounds a float32 below 2^22 to an integer, half to even
 _ROUNDER = tl.constexpr(12582912.0)
 _ROTATIONS = (1, 16, 32, 64)  # smaller ones do not fill a tensor core; only toy models have them
-_TILE_TOKENS = 32  # of the rotating kernels
+_TILE_TOKENS = 32  # of the kernel that rotates forward
+_DECODED_TOKENS = 128  # of the one that rotates back: it reads the rotation's R x R matrix once a tile
 _ROW = 1024  # channels that a row kernel handles at a time
 
 
@@ -115,10 +116,12 @@ def _decode_groups(
     row = tap * tokens + token
     inside = (token < tokens)[:, None]
     packed = codes + row[:, None] * (hidden * BITS // 8)
-    code = (tl.load(packed + (channel // 2)[None, :], inside, 0).to(tl.int32) >> ((channel % 2) * 4)[None, :]) & 15
+    pair = tl.load(packed + (group * (R // 2) + tl.arange(0, R // 2))[None, :], inside, 0).to(tl.int32)
+    code = tl.reshape(tl.join(pair & 15, pair >> 4), (TILE, R))
     if BITS == 6:
-        upper = tl.load(packed + (hidden // 2 + channel // 4)[None, :], inside, 0).to(tl.int32)
-        code = code | (((upper >> ((channel % 4) * 2)[None, :]) & 3) << 4)
+        upper = tl.load(packed + (hidden // 2 + group * (R // 4) + tl.arange(0, R // 4))[None, :], inside, 0).to(tl.int32)
+        even, odd = tl.join(upper & 3, (upper >> 4) & 3), tl.join((upper >> 2) & 3, upper >> 6)
+        code = code | (tl.reshape(tl.join(even, odd), (TILE, R)) << 4)
     signed = (code - (1 << (BITS - 1))).to(tl.float16)
     hadamard = tl.load(matrix + within[:, None] * R + within[None, :])
     scale = tl.load(scales + row * (hidden // R) + group, token < tokens, 0.0).to(tl.float32) * (1.0 / R)
@@ -149,7 +152,7 @@ def decode_quantised(codec: "QuantisedCodec", encoded: dict[str, torch.Tensor], 
         return out
     outliers = encoded["outliers"].contiguous().view(torch.bfloat16) if codec.num_outliers else scales
     slots = constants["slots"] if codec.num_outliers else codes
-    grid = triton.cdiv(tokens, _TILE_TOKENS), num_taps, hidden // codec.rotation
+    grid = triton.cdiv(tokens, _DECODED_TOKENS), num_taps, hidden // codec.rotation
     _decode_groups[grid](
         codes,
         scales,
@@ -165,7 +168,7 @@ def decode_quantised(codec: "QuantisedCodec", encoded: dict[str, torch.Tensor], 
         BITS=codec.bits,
         R=codec.rotation,
         HAS_OUTLIERS=codec.num_outliers > 0,
-        TILE=_TILE_TOKENS,
+        TILE=_DECODED_TOKENS,
     )
     return out
 
