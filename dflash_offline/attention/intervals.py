@@ -20,21 +20,24 @@ from dflash_offline.errors import TrainError
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes of the kernels: rows, keys, warps and pipeline stages of each. Powers of two, at least 16."""
+    """Tile sizes of the kernels: rows, keys, warps and pipeline stages of each. Powers of two, at least 16.
+
+    The defaults are the fastest of ``benchmarks/attention_kernels.py`` on an H200 with heads 128 wide.
+    """
 
     forward_rows: int = 128
-    forward_keys: int = 128
+    forward_keys: int = 64
     forward_warps: int = 8
-    forward_stages: int = 2
-    query_rows: int = 128
+    forward_stages: int = 3
+    query_rows: int = 64
     query_keys: int = 64
-    query_warps: int = 8
-    query_stages: int = 3
+    query_warps: int = 4
+    query_stages: int = 2
     key_rows: int = 64
-    key_keys: int = 128
-    key_warps: int = 8
-    key_stages: int = 3
-    key_splits: int = 3
+    key_keys: int = 64
+    key_warps: int = 4
+    key_stages: int = 2
+    key_splits: int = 2
     """Programs that share the rows of one tile of context keys; their sums are added in a fixed order."""
 
 

@@ -17,7 +17,7 @@ from dflash_offline.objective import softmax
 from dflash_offline.objective.head import FrozenHead
 from dflash_offline.objective.labels import decay, dpace_weights
 
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 640 << 20}
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1280 << 20}
 
 
 @dataclass(frozen=True)
