@@ -1,16 +1,17 @@
 """Speed of capture on one GPU, beside transformers' own forward, with rows written to a real store.
 
-    python benchmarks/capture.py                      # one H200: Qwen3-8B shape, 27B shape, SmolLM2 if installed
-    python benchmarks/capture.py --device cpu --tiny  # the same code on a tiny model, to see that it runs
+    python benchmarks/capture.py                             # one H200: Qwen3-8B shape, 27B shape, SmolLM2 if installed
+    python benchmarks/capture.py --only main attention       # the main case, about three minutes
+    python benchmarks/capture.py --device cpu --tiny         # the same code on a tiny model, to see that it runs
 
-Writes benchmarks/results/capture_h200.json: ``matmul_tflops`` (8192^3 in bf16), ``cases``, ``ratio_vs_hf`` (tokens/s of
-capture with the store over transformers' ``output_hidden_states=True`` with logits, the same batches) and
-``fraction_of_matmul``. Tokens and FLOP count real tokens only; padding counts as lost time. Lengths follow the mix of
-a real 27,867-batch training set: shares of batches by bucket, lengths even inside a bucket.
+Writes benchmarks/results/capture_h200.json after every case: ``matmul_tflops`` (8192^3 in bf16), ``cases``,
+``ratio_vs_hf`` (tokens/s of capture with the store over transformers' ``output_hidden_states=True`` with logits, the same
+rows in bucketed, padded batches) and ``fraction_of_matmul``. Tokens and FLOP count real tokens only, of the layers that
+ran; padding counts as lost time. Seconds of a case with a store end when its last part is committed. Sections that are
+left out keep what the file says of them.
 """
 
 import argparse
-import gc
 import json
 import os
 import shutil
@@ -18,166 +19,60 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from capture_work import (
+    HEADS,
+    QWEN3_8B,
+    SHAPE_27B,
+    TAPS,
+    TINY,
+    TINY_HEADS,
+    Bench,
+    Rows,
+    attention_rates,
+    build,
+    first_of_each_bucket,
+    kernel_times,
+    layer_flop,
+    make_config,
+    make_rows,
+    make_target,
+    matmul_tflops,
+    padded,
+)
 
-from dflash_offline.buckets import buckets_of
 from dflash_offline.capture.forward import Forwarder
 from dflash_offline.capture.job import Backlog, PartJob, run_batches
+from dflash_offline.codecs import NEEDS_STATISTICS, ChannelStatistics
 from dflash_offline.config import StoreConfig
-from dflash_offline.corpus import CorpusRow, row_hash
 from dflash_offline.identity import default_layer_ids
 from dflash_offline.leases import Leases
 from dflash_offline.plan import PlannedPart, plan_parts
 from dflash_offline.store import PartWriter, create_or_open
 from dflash_offline.target import Target, load_target
-from dflash_offline.target.load import truncated
 
-EDGES = [770, 1216, 1728, 2432, 3296, 8193]
-BATCH_SHARES = [0.039, 0.074, 0.105, 0.150, 0.166, 0.466]
-SHORTEST = 96
-TAPS = 5
-QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936}
-SHAPE_27B = {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "vocab_size": 248320}
-HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "vocab_size": 512}
-TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+SECTIONS = ["main", "attention", "startup", "loading", "27b", "smollm2"]
 
 
-@dataclass
-class Rows:
-    """Rows of random tokens with the interface of a corpus."""
-
-    ids: list[np.ndarray]
-    edges: list[int]
-    files: list[str] = field(default_factory=lambda: ["random"])
-
-    def __post_init__(self) -> None:
-        self.lengths = np.array([len(row) for row in self.ids])
-        self.buckets = buckets_of(self.lengths, self.edges)
-        self.file_index = self.line = np.zeros(len(self.ids), dtype=np.int64)
-        self.masks = [np.ones(len(row), dtype=np.uint8) for row in self.ids]
-        self.hashes = [row_hash(row, mask) for row, mask in zip(self.ids, self.masks, strict=True)]
-
-    def row(self, index: int) -> CorpusRow:
-        return CorpusRow(index, self.ids[index], self.masks[index], self.hashes[index], int(self.buckets[index]), False)
-
-
-class Bench:
-    """Collects cases; times on the device it runs on."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.is_cuda = device, device.type == "cuda"
-        self.cases: list[dict[str, Any]] = []
-
-    def sync(self) -> None:
-        if self.is_cuda:
-            torch.cuda.synchronize()
-
-    def fresh(self) -> None:
-        gc.collect()
-        if self.is_cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-
-    def time(self, function: Callable[[], Any]) -> float:
-        self.sync()
-        start = time.perf_counter()
-        function()
-        self.sync()
-        return time.perf_counter() - start
-
-    def add(self, name: str, seconds: float, tokens: int, flop: float, **more: Any) -> dict[str, Any]:
-        peak = torch.cuda.max_memory_allocated() / 2**30 if self.is_cuda else 0.0
-        case = {
-            "name": name,
-            "tokens_per_s": round(tokens / seconds, 1),
-            "tflops": round(flop / seconds / 1e12, 3),
-            "peak_gib": round(peak, 2),
-            "seconds": round(seconds, 3),
-        } | more
-        self.cases.append(case)
-        print(json.dumps(case), flush=True)
-        return case
-
-
-def make_rows(num_batches: int, tokens_per_batch: int, vocab_size: int, *, scale: float) -> Rows:
-    """Rows that make about ``num_batches`` full batches, shared over the buckets as in the real set."""
-    generator, edges = np.random.default_rng(0), [max(2, int(edge * scale)) for edge in EDGES]
-    ids: list[np.ndarray] = []
-    for bucket, share in enumerate(BATCH_SHARES):
-        low, high = (max(2, int(SHORTEST * scale)) if bucket == 0 else edges[bucket - 1]), edges[bucket]
-        wanted = max(1, round(share * num_batches)) * tokens_per_batch
-        filled = 0
-        while filled < wanted:
-            length = int(generator.integers(low, high))
-            ids.append(generator.integers(0, vocab_size, length, dtype=np.int32))
-            filled += length
-    return Rows(ids, edges)
-
-
-def layer_flop(config: Any, lengths: np.ndarray, num_layers: int) -> float:
-    """FLOP of ``num_layers`` decoder layers on these rows: products of the weights, and causal attention (half the square)."""
-    heads = config.num_attention_heads * config.head_dim
-    weights = (
-        config.hidden_size * (2 * heads + 2 * config.num_key_value_heads * config.head_dim)
-        + 3 * config.hidden_size * config.intermediate_size
+def plan(rows: Rows, *, budget: int, packed: bool, token_bytes: float) -> list[PlannedPart]:
+    """Parts as a real plan would cut them."""
+    return plan_parts(
+        np.arange(len(rows.ids)),
+        rows.lengths,
+        rows.buckets,
+        tokens_per_batch=budget,
+        tokens_per_part=int(2e9 / token_bytes),
+        min_parts=2,
+        first_number=0,
+        packed=packed,
     )
-    return num_layers * (2.0 * weights * lengths.sum() + 2.0 * heads * (lengths.astype(float) ** 2).sum())
 
 
-def make_config(sizes: dict[str, Any], heads: dict[str, Any]) -> Any:
-    from transformers import Qwen3Config
-
-    config = Qwen3Config(**sizes, **heads, max_position_embeddings=40960, tie_word_embeddings=False)
-    config._attn_implementation = "sdpa"
-    return config
-
-
-def build(cls: type[nn.Module], config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Random weights, made where they are used."""
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            return cls(config).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
-
-
-def make_target(config: Any, device: torch.device, dtype: torch.dtype) -> Target:
-    """A target as ``load_target`` would give it: layers up to the last tap, no norm, no head."""
-    from transformers import Qwen3Model
-
-    ids = default_layer_ids(config.num_hidden_layers, TAPS)
-    model = build(truncated(Qwen3Model, max(ids) + 1, Path("random")), config, device, dtype)
-    return Target(model, layers=model.layers, layer_ids=ids, num_layers=config.num_hidden_layers, device=device, dtype=dtype)
-
-
-def padded(rows: Rows, batch: list[int], device: torch.device) -> torch.Tensor:
-    ids = torch.zeros(len(batch), int(rows.lengths[batch].max()), dtype=torch.long)
-    for b, row in enumerate(batch):
-        ids[b, : rows.lengths[row]] = torch.from_numpy(rows.ids[row].astype(np.int64))
-    return ids.to(device)
-
-
-def first_of_each_bucket(rows: Rows, parts: list[PlannedPart]) -> list[list[int]]:
-    """Batches after which every graph and every kernel choice exists: the first of each bucket, and a single row."""
-    batches = [batch for part in parts for batch in part.batches]
-    firsts = {int(rows.buckets[batch[0]]): batch for batch in reversed(batches)}
-    return [*firsts.values(), batches[0][:1]]
-
-
-def hf_cases(bench: Bench, name: str, config: Any, dtype: torch.dtype, rows: Rows, parts: list[PlannedPart]) -> float:
+def hf_cases(bench: Bench, name: str, config: Any, dtype: torch.dtype, rows: Rows, parts: list[PlannedPart], *, thorough: bool) -> float:
     """transformers' own forward, whole model, with all logits and with one; tokens/s of the first."""
     from transformers import Qwen3ForCausalLM
 
@@ -185,8 +80,9 @@ def hf_cases(bench: Bench, name: str, config: Any, dtype: torch.dtype, rows: Row
     model = build(Qwen3ForCausalLM, config, bench.device, dtype)
     batches = [batch for part in parts for batch in part.batches]
     flop = layer_flop(config, rows.lengths, config.num_hidden_layers)
+    variants: list[tuple[str, dict[str, Any]]] = [("", {})] + ([(", logits_to_keep=1", {"logits_to_keep": 1})] if thorough else [])
     results = []
-    for label, options in (("", {}), (", logits_to_keep=1", {"logits_to_keep": 1})):
+    for label, options in variants:
 
         def forward(batch: list[int], options: dict[str, Any] = options) -> None:
             with torch.inference_mode():
@@ -197,7 +93,9 @@ def hf_cases(bench: Bench, name: str, config: Any, dtype: torch.dtype, rows: Row
         bench.fresh()
         seconds = bench.time(lambda: [forward(batch) for batch in batches])  # noqa: B023
         head = 0.0 if options else 2.0 * config.hidden_size * config.vocab_size * int(rows.lengths.sum())
-        results.append(bench.add(f"{name}: transformers output_hidden_states=True{label}", seconds, int(rows.lengths.sum()), flop + head))
+        waste = 1 - rows.lengths.sum() / sum(int(rows.lengths[batch].max()) * len(batch) for batch in batches)
+        case = f"{name}: transformers output_hidden_states=True{label}"
+        results.append(bench.add(case, seconds, int(rows.lengths.sum()), flop + head, padding=round(float(waste), 5)))
     return results[0]["tokens_per_s"]
 
 
@@ -209,31 +107,42 @@ def capture_case(
     parts: list[PlannedPart],
     flop: float,
     *,
-    folder: Path | None,
+    where: str | None = None,
     codec: str = "lossless",
 ) -> dict[str, Any]:
-    """Every part through the target; with ``folder``, into a store there, committed."""
-    for batch in first_of_each_bucket(rows, parts):
+    """Every part through the target; with ``where``, into a store below that folder, committed."""
+    firsts = first_of_each_bucket(rows, parts)
+    for batch in firsts:
         list(forwarder.run([rows.ids[row] for row in batch], int(rows.buckets[batch[0]])))
+    statistics = None
+    if where is not None and codec in NEEDS_STATISTICS:
+        statistics = ChannelStatistics.from_rows(batch.hidden(0) for i in range(4) for _, batch in forwarder.run([rows.ids[i]], 0))
+    folder = Path(tempfile.mkdtemp(prefix="capture-benchmark-", dir=where)) if where is not None else None
+    if folder is not None:  # kernels and pinned memory of the way out
+        warm = [PlannedPart(parts[0].name, firsts, int(sum(rows.lengths[batch].sum() for batch in firsts)))]
+        to_store(forwarder, rows, warm, folder / "warm", codec, statistics, Backlog(3))
+        shutil.rmtree(folder / "warm")
     bench.fresh()
-    graphs, before = forwarder.num_graphs, (forwarder.tokens, forwarder.padded_tokens)
-    backlog = Backlog(3)
+    graphs, before, backlog = forwarder.num_graphs, (forwarder.tokens, forwarder.padded_tokens), Backlog(3)
+    tail: list[float] = []
     if folder is None:
         seconds = bench.time(lambda: [forward_only(forwarder, rows, part) for part in parts])
     else:
-        seconds = bench.time(lambda: to_store(forwarder, rows, parts, folder, codec, backlog))
+        seconds = bench.time(lambda: tail.append(to_store(forwarder, rows, parts, folder / "run", codec, statistics, backlog)))
     tokens, computed = forwarder.tokens - before[0], forwarder.padded_tokens - before[1]
     more: dict[str, Any] = {
         "padding": round(1 - tokens / computed, 5),
         "recompilations": forwarder.num_graphs - graphs,
         "graphs": forwarder.num_graphs,
+        "batches": sum(len(part.batches) for part in parts),
     }
     if folder is not None:
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         more |= {
-            "store": str(folder.parent.parent),
+            "store": where,
             "store_gb": round(size / 1e9, 3),
             "waited_for_the_writer_s": round(backlog.waited_s, 2),
+            "after_the_last_batch_s": round(tail[0], 2),
         }
         shutil.rmtree(folder)
     return bench.add(name, seconds, tokens, flop, **more)
@@ -245,7 +154,16 @@ def forward_only(forwarder: Forwarder, rows: Rows, part: PlannedPart) -> None:
             pass
 
 
-def to_store(forwarder: Forwarder, rows: Rows, parts: list[PlannedPart], folder: Path, codec: str, backlog: Backlog) -> None:
+def to_store(
+    forwarder: Forwarder,
+    rows: Rows,
+    parts: list[PlannedPart],
+    folder: Path,
+    codec: str,
+    statistics: ChannelStatistics | None,
+    backlog: Backlog,
+) -> float:
+    """The parts into a store, committed. Returns the seconds between the last batch computed and the last commit."""
     target, settings = forwarder.target, StoreConfig(codec=codec)
     store = folder / "hidden_states.zarr"
     folder.mkdir(parents=True)
@@ -260,6 +178,7 @@ def to_store(forwarder: Forwarder, rows: Rows, parts: list[PlannedPart], folder:
             hidden_size=target.model.config.hidden_size,
             num_tokens=part.tokens,
             num_samples=len(part.rows),
+            statistics=statistics,
             threads=max(1, min(8, os.cpu_count() or 1)),
         ).__enter__()
         job = PartJob(writer, leases.claim(part.name), rows, backlog, layer_ids=target.layer_ids, device=target.device)
@@ -268,20 +187,65 @@ def to_store(forwarder: Forwarder, rows: Rows, parts: list[PlannedPart], folder:
         job.finish({})
         if len(jobs) > 1:
             jobs[-2].wait()
+    if target.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+    computed = time.perf_counter()
     for job in jobs:
         job.wait()
         if job.error is not None:
             raise job.error
     leases.close()
+    return time.perf_counter() - computed
 
 
-def matmul_tflops(bench: Bench, dtype: torch.dtype) -> float:
-    n = 8192 if bench.is_cuda else 512
-    a, b = (torch.randn(n, n, device=bench.device, dtype=dtype) for _ in range(2))
-    for _ in range(5):
-        a @ b
-    rates = [2 * n**3 * 20 / bench.time(lambda: [a @ b for _ in range(20)]) / 1e12 for _ in range(5)]
-    return sorted(rates)[2]
+def shape_cases(
+    bench: Bench, name: str, config: Any, dtype: torch.dtype, arguments: argparse.Namespace, *, num_batches: int, thorough: bool
+) -> dict[str, Any]:
+    """All cases of one shape. Returns the best capture into a store, and tokens/s of transformers."""
+    budget = 16384 if not arguments.tiny else 128
+    rows = make_rows(num_batches, budget, config.vocab_size, scale=0.01 if arguments.tiny else 1.0)
+    token_bytes = TAPS * config.hidden_size * 2 * 0.7
+    parts, padded_parts = (plan(rows, budget=budget, packed=packed, token_bytes=token_bytes) for packed in (True, False))
+    reference = hf_cases(bench, name, config, dtype, rows, padded_parts, thorough=thorough)
+    bench.fresh()
+    target = make_target(config, bench.device, dtype)
+    flop = layer_flop(config, rows.lengths, max(target.layer_ids) + 1)
+    forwarder = Forwarder(target, compile_layers=True, is_hybrid=False, vocab_size=config.vocab_size, say=bench.say, packed=True)
+    assert forwarder.packs, "the benchmark is about packed batches"
+    capture_case(bench, f"{name}: capture, packed, no store", forwarder, rows, parts, flop)
+    found: dict[str, Any] = {"hf_tokens_per_s": reference}
+    if thorough:
+        some = parts[len(parts) // 2]
+        one = PlannedPart(some.name, some.batches[:2], 0)
+        found["kernels"] = kernel_times(bench, lambda: forward_only(forwarder, rows, one))
+    cases = []
+    for where in reversed(arguments.store_dir):
+        if shutil.disk_usage(where).free < 1.5 * rows.lengths.sum() * TAPS * config.hidden_size * 2:
+            bench.say(f"{name}: {where} is left out, too little space there")
+            continue
+        for codec in ("int8", "bf16", "lossless") if thorough and not cases else ("lossless",):
+            label = f"{name}: capture into a {codec} store"
+            cases.append(capture_case(bench, label, forwarder, rows, parts, flop, where=where, codec=codec))
+    if thorough:
+        forwarder.packs = False
+        capture_case(bench, f"{name}: capture, padded, no store", forwarder, rows, padded_parts, flop)
+    best = max(cases, key=lambda case: case["tokens_per_s"], default={"tokens_per_s": 0.0, "tflops": 0.0})
+    return found | {"best": best}
+
+
+def smollm2_case(bench: Bench, dtype: torch.dtype, arguments: argparse.Namespace, folder: Path) -> None:
+    """Real weights of a small model: bound by launches rather than by products."""
+    target = load_target(folder, dtype=dtype, device=bench.device, attention="sdpa", layer_ids=[1, 8, 14, 20, 27])
+    config = target.model.config
+    budget = 16384 if bench.is_cuda else 256
+    rows = make_rows(48 if bench.is_cuda else 2, budget, config.vocab_size, scale=0.5 if bench.is_cuda else 0.02)
+    parts = plan(rows, budget=budget, packed=True, token_bytes=TAPS * config.hidden_size)
+    forwarder = Forwarder(target, compile_layers=True, is_hybrid=False, vocab_size=config.vocab_size, say=bench.say, packed=True)
+    flop = layer_flop(config, rows.lengths, len(target.layers))
+    capture_case(bench, "SmolLM2-135M: capture, packed, no store", forwarder, rows, parts, flop)
+    for codec in ("int8", "lossless"):
+        label = f"SmolLM2-135M: capture into a {codec} store"
+        capture_case(bench, label, forwarder, rows, parts, flop, where=arguments.store_dir[-1], codec=codec)
 
 
 def startup(bench: Bench, sizes: dict[str, Any], heads: dict[str, Any], dtype: torch.dtype) -> dict[str, float]:
@@ -289,14 +253,21 @@ def startup(bench: Bench, sizes: dict[str, Any], heads: dict[str, Any], dtype: t
     unrelated = bench.time(lambda: torch.compile(lambda x: (x.sin() * 2).sum(-1))(torch.randn(64, 64, device=bench.device)))
     config = make_config(sizes, heads)
     target = make_target(config, bench.device, dtype)
-    forwarder = Forwarder(target, compile_layers=True, is_hybrid=False, vocab_size=config.vocab_size, say=print)
+    made: list[Forwarder] = []
+    options = {"compile_layers": True, "is_hybrid": False, "vocab_size": config.vocab_size, "say": print, "packed": True}
+    prepare = bench.time(lambda: made.append(Forwarder(target, **options)))
     ids = [np.arange(length) % config.vocab_size for length in ((2700, 2690, 2650, 2600) if bench.is_cuda else (27, 26, 25, 20))]
-    first = bench.time(lambda: list(forwarder.run(ids, 0)))
-    single = bench.time(lambda: list(forwarder.run(ids[:1], 0)))
-    return {"unrelated_compilation_s": round(unrelated, 2), "first_batch_s": round(first, 2), "first_single_row_s": round(single, 2)}
+    first = bench.time(lambda: list(made[0].run(ids, 0)))
+    second = bench.time(lambda: list(made[0].run(ids[:1], 0)))
+    return {
+        "unrelated_compilation_s": round(unrelated, 2),
+        "checks_s": round(prepare, 2),
+        "first_batch_s": round(first, 2),
+        "second_batch_s": round(second, 2),
+    }
 
 
-def measure_startup(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_startup(bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
     """Twice in fresh processes with one compile cache: cold, then warm."""
     found = {}
     with tempfile.TemporaryDirectory() as cache:
@@ -310,7 +281,7 @@ def measure_startup(arguments: argparse.Namespace) -> dict[str, Any]:
             if result.returncode:
                 raise SystemExit(f"startup measurement failed:\n{result.stderr[-3000:]}")
             found[label] = json.loads(result.stdout.splitlines()[-1])
-            print("startup", label, found[label], flush=True)
+            bench.say(f"startup {label} {found[label]}")
     return found
 
 
@@ -323,108 +294,26 @@ def loading(bench: Bench, config: Any, dtype: torch.dtype, folder: Path) -> dict
     model.save_pretrained(folder)
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     del model
-    bench.fresh()
     found: dict[str, Any] = {"checkpoint_gb": round(whole / 1e9, 2)}
     for label, keep_head in (("whole", True), ("for_capture", False), ("for_capture_again", False)):
+        bench.fresh()
         held: list[Target] = []
         ids = default_layer_ids(config.num_hidden_layers, TAPS)
         options = {"dtype": dtype, "device": bench.device, "attention": "sdpa", "layer_ids": ids, "keep_head": keep_head}
         seconds = bench.time(lambda: held.append(load_target(folder, **options)))  # noqa: B023
         found[label] = {"seconds": round(seconds, 2), "gb": round(held[0].num_bytes / 1e9, 2)}
         held.clear()
-        bench.fresh()
     shutil.rmtree(folder)
-    print("loading", found, flush=True)
+    bench.say(f"loading {found}")
     return found
-
-
-def shape_cases(
-    bench: Bench,
-    name: str,
-    config: Any,
-    dtype: torch.dtype,
-    arguments: argparse.Namespace,
-    *,
-    num_batches: int,
-    thorough: bool,
-) -> dict[str, Any]:
-    """All cases of one shape. Returns tokens/s and TFLOP/s of the best capture into a store, and tokens/s of transformers."""
-    budget = 16384 if not arguments.tiny else 128
-    rows = make_rows(num_batches, budget, config.vocab_size, scale=0.01 if arguments.tiny else 1.0)
-    token_bytes = TAPS * config.hidden_size * 2 * 0.7
-    parts = plan_parts(
-        np.arange(len(rows.ids)),
-        rows.lengths,
-        rows.buckets,
-        tokens_per_batch=budget,
-        tokens_per_part=int(2e9 / token_bytes),
-        min_parts=2,
-        first_number=0,
-    )
-    reference = hf_cases(bench, name, config, dtype, rows, parts)
-    bench.fresh()
-    target = make_target(config, bench.device, dtype)
-    flop = layer_flop(config, rows.lengths, max(target.layer_ids) + 1)
-    quiet = {"is_hybrid": False, "vocab_size": config.vocab_size, "say": lambda line: print(line, flush=True)}
-    if thorough:
-        eager = Forwarder(target, compile_layers=False, **quiet)
-        capture_case(bench, f"{name}: capture, eager layers, no store", eager, rows, parts, flop, folder=None)
-    forwarder = Forwarder(target, compile_layers=True, **quiet)
-    capture_case(bench, f"{name}: capture, compiled layers, no store", forwarder, rows, parts, flop, folder=None)
-    best: dict[str, Any] = {"tokens_per_s": 0.0, "tflops": 0.0}
-    for where in arguments.store_dir:
-        if shutil.disk_usage(where).free < 1.5 * rows.lengths.sum() * TAPS * config.hidden_size * 2:
-            print(f"{name}: {where} is left out, too little space there", flush=True)
-            continue
-        for codec in ("lossless", "bf16") if thorough else ("lossless",):
-            folder = Path(tempfile.mkdtemp(prefix="capture-benchmark-", dir=where)) / "run"
-            case = capture_case(bench, f"{name}: capture into a {codec} store", forwarder, rows, parts, flop, folder=folder, codec=codec)
-            folder.parent.rmdir()
-            best = max(best, case, key=lambda found: found["tokens_per_s"])
-    if thorough and bench.is_cuda:
-        del forwarder, target
-        torch._dynamo.reset()
-        bench.fresh()
-        target = make_target(config, bench.device, dtype)
-        with sdpa_kernel(CUDNN_FIRST, set_priority=True):
-            other = Forwarder(target, compile_layers=True, **quiet)
-            capture_case(bench, f"{name}: capture, compiled layers, cuDNN attention first, no store", other, rows, parts, flop, folder=None)
-    return {
-        "tokens_per_s": best["tokens_per_s"],
-        "tflops": best["tflops"],
-        "hf_tokens_per_s": reference,
-        "case": f"{best.get('name')} in {best.get('store')}",
-    }
-
-
-def smollm2_case(bench: Bench, dtype: torch.dtype, arguments: argparse.Namespace, folder: Path) -> None:
-    """Real weights of a small model: bound by launches rather than by products."""
-    target = load_target(folder, dtype=dtype, device=bench.device, attention="sdpa", layer_ids=[1, 8, 14, 20, 27])
-    config = target.model.config
-    rows = make_rows(24 if bench.is_cuda else 2, 16384 if bench.is_cuda else 256, config.vocab_size, scale=0.5 if bench.is_cuda else 0.02)
-    parts = plan_parts(
-        np.arange(len(rows.ids)),
-        rows.lengths,
-        rows.buckets,
-        tokens_per_batch=16384 if bench.is_cuda else 256,
-        tokens_per_part=200_000,
-        min_parts=2,
-        first_number=0,
-    )
-    forwarder = Forwarder(target, compile_layers=True, is_hybrid=False, vocab_size=config.vocab_size, say=print)
-    flop = layer_flop(config, rows.lengths, len(target.layers))
-    capture_case(bench, "SmolLM2-135M: capture, compiled layers, no store", forwarder, rows, parts, flop, folder=None)
-    where = Path(tempfile.mkdtemp(prefix="capture-benchmark-", dir=arguments.store_dir[-1])) / "run"
-    capture_case(bench, "SmolLM2-135M: capture into a lossless store", forwarder, rows, parts, flop, folder=where)
-    where.parent.rmdir()
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a tiny model in place of the real shapes")
-    parser.add_argument("--batches", type=int, default=28, help="batches of the 8B shape")
-    parser.add_argument("--skip", nargs="*", default=[], choices=["27b", "smollm2", "startup", "loading"], help="leave these out")
+    parser.add_argument("--batches", type=int, default=32, help="batches of the 8B shape")
+    parser.add_argument("--only", nargs="*", default=SECTIONS, choices=SECTIONS, help="sections to run; all by default")
     parser.add_argument("--smollm2", type=Path, help="folder of the converted SmolLM2; found by itself where the demo model is installed")
     parser.add_argument(
         "--store-dir", nargs="*", help="folders to write stores into; by default the temporary folder, and memory where there is /dev/shm"
@@ -437,66 +326,78 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
+def demo_folder(bench: Bench) -> Path | None:
+    from dflash_offline import demo
+    from dflash_offline.errors import TargetError
+
+    try:
+        return demo.ensure_converted()
+    except TargetError as error:
+        bench.say(f"SmolLM2 left out: {error}")
+        return None
+
+
 def main() -> None:
     arguments = parse()
     device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cpu":
         torch.set_num_threads(1)
-    bench = Bench(device)
     sizes, heads = (TINY, TINY_HEADS) if arguments.tiny else (QWEN3_8B, HEADS)
     if arguments.startup:
-        print(json.dumps(startup(bench, sizes, heads, dtype)))
+        print(json.dumps(startup(Bench(device), sizes, heads, dtype)))
         return
+    kept = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
     result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(0) if bench.is_cuda else "cpu",
+        "device": torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "transformers": __import__("transformers").__version__,
     }
-    if "startup" not in arguments.skip:
-        result["startup"] = measure_startup(arguments)
-    result["matmul_tflops"] = round(matmul_tflops(bench, dtype), 1 if bench.is_cuda else 4)
-    print("matmul", result["matmul_tflops"], "TFLOP/s", flush=True)
-    config = make_config(sizes, heads)
-    if "loading" not in arguments.skip:
-        result["loading"] = loading(bench, config, dtype, Path(tempfile.mkdtemp(prefix="capture-benchmark-")) / "model")
-    name = "tiny" if arguments.tiny else "Qwen3-8B shape"
-    main_case = shape_cases(bench, name, config, dtype, arguments, num_batches=arguments.batches, thorough=True)
-    result |= {
-        "ratio_vs_hf": round(main_case["tokens_per_s"] / main_case["hf_tokens_per_s"], 3),
-        "fraction_of_matmul": round(main_case["tflops"] / result["matmul_tflops"], 3),
-        "headline": main_case["case"],
-        "cases": bench.cases,
-    }
+    result = {**kept, **result} if kept.get("device") == result["device"] else result
 
     def save() -> None:
+        names = {case["name"].split(":")[0] for case in bench.cases}
+        others = [case for case in kept.get("cases", []) if case["name"].split(":")[0] not in names] if result.get("matmul_tflops") else []
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(result | {"cases": [*bench.cases, *others]}, indent=1) + "\n")
 
-    save()  # what comes below may not fit this machine
-    if "27b" not in arguments.skip and not arguments.tiny:
-        torch._dynamo.reset()
-        found = shape_cases(bench, "27B shape", make_config(SHAPE_27B, HEADS), dtype, arguments, num_batches=8, thorough=False)
-        result["27b"] = {
-            "ratio_vs_hf": round(found["tokens_per_s"] / found["hf_tokens_per_s"], 3),
-            "fraction_of_matmul": round(found["tflops"] / result["matmul_tflops"], 3),
-        }
+    bench = Bench(device, save)
+    seconds = bench.time(lambda: torch.compile(lambda x: (x.sin() * 2).sum(-1))(torch.randn(64, 64, device=device)))
+    bench.say(f"an unrelated first compilation: {seconds:.1f} s")
+    if "startup" in arguments.only:
+        result["startup"] = measure_startup(bench, arguments)
+    result["matmul_tflops"] = round(matmul_tflops(bench, dtype), 1 if bench.is_cuda else 4)
+    bench.say(f"matrix product: {result['matmul_tflops']} TFLOP/s")
+    config = make_config(sizes, heads)
+    if "main" in arguments.only:
+        name = "tiny" if arguments.tiny else "Qwen3-8B shape"
+        found = shape_cases(bench, name, config, dtype, arguments, num_batches=arguments.batches, thorough=True)
+        result |= verdict(found, result["matmul_tflops"]) | {"kernels": found["kernels"]}
+    if "attention" in arguments.only:
+        bench.fresh()
+        result["attention"] = attention_rates(bench, config, dtype)
+    save()
+    if "loading" in arguments.only:
+        result["loading"] = loading(bench, config, dtype, Path(tempfile.mkdtemp(prefix="capture-benchmark-")) / "model")
         save()
-    if "smollm2" not in arguments.skip:
+    if "smollm2" in arguments.only and (folder := arguments.smollm2 or demo_folder(bench)) is not None:
         torch._dynamo.reset()
-        folder = arguments.smollm2
-        if folder is None:
-            from dflash_offline import demo
-            from dflash_offline.errors import TargetError
+        smollm2_case(bench, dtype, arguments, folder)
+    if "27b" in arguments.only and not arguments.tiny:  # last: it may not fit this machine
+        torch._dynamo.reset()
+        found = shape_cases(bench, "27B shape", make_config(SHAPE_27B, HEADS), dtype, arguments, num_batches=10, thorough=False)
+        result["27b"] = verdict(found, result["matmul_tflops"])
+    save()
+    bench.say(json.dumps({name: value for name, value in result.items() if name not in ("cases", "kernels", "attention")}, indent=1))
 
-            try:
-                folder = demo.ensure_converted()
-            except TargetError as error:
-                print(f"SmolLM2 left out: {error}", flush=True)
-        if folder is not None:
-            smollm2_case(bench, dtype, arguments, folder)
-            save()
-    print(json.dumps({name: value for name, value in result.items() if name != "cases"}, indent=1))
+
+def verdict(found: dict[str, Any], matmul: float) -> dict[str, Any]:
+    best = found["best"]
+    return {
+        "ratio_vs_hf": round(best["tokens_per_s"] / found["hf_tokens_per_s"], 3),
+        "fraction_of_matmul": round(best["tflops"] / matmul, 3),
+        "headline": f"{best.get('name')} in {best.get('store')}",
+    }
 
 
 if __name__ == "__main__":
