@@ -1,412 +1,318 @@
 """Do our drafters accept, and do they accept more than a peer's? A real target, its own answers, the real loop.
 
-Every arm trains a drafter for SmolLM2-135M-Instruct from one store and decodes the same prompts with the same loop:
+Parts, each of which replaces its own entry of the result file; several calls, also at the same time, may write one file:
 
-- ``equal``       this project, the peer's number of steps, tokens, anchors and learning rate
-- ``time``        this project, the peer's training seconds: more anchors, D-PACE, WSD, an average of the weights
-- ``specforge``   SpecForge 0.2.0's model and objective on the very same micro-batches, with its own optimiser settings
-- ``codec-NAME``  this project, one epoch, from a store with that codec; the same seed everywhere
+=============  ==============================================================================================
+``prepare``    corpus and store through the pipeline (Luigi); every other part does it when it is not there yet
+``specforge``  SpecForge 0.2.0's model and loss on the micro-batches of ``equal``, with its own optimiser settings
+``equal``      this project: the same steps, tokens, anchors and learning rate
+``time``       this project with recipe ``RECIPES["time"]`` for the seconds that SpecForge trained; ``time-NAME`` others
+``codec-NAME`` this project, the first rows, a short run from a store with that codec, the same seed everywhere
+=============  ==============================================================================================
 
-Several calls write one file: each arm replaces its own entry. The corpus is captured through the pipeline (real Luigi,
-real store); nothing here is timed but training itself.
+    python benchmarks/quality.py --responses FILE --prompts DIR --root DIR prepare equal time codec-int8
 
-    python benchmarks/quality.py --responses FILE --prompts DIR --root DIR --out FILE equal specforge time codec-int8
+The stage's own code trains, in this process; what it writes is what ``luigi TrainDrafter`` would take as done. Stores of
+the ``codec-`` parts hold the captured states of the lossless one, coded anew, so that they differ in nothing else.
 """
 
 import argparse
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from dflash_offline import keys
-from dflash_offline.config import DEMO_MODEL, RunConfig
-from dflash_offline.demo import ensure_converted
+from dflash_offline import identity, keys
+from dflash_offline.config import RunConfig
 from dflash_offline.drafter import DrafterShape
-from dflash_offline.evaluate.batched import BatchedDecoder
-from dflash_offline.evaluate.comparison import compare
-from dflash_offline.evaluate.decoder import Decoder, Response
-from dflash_offline.evaluate.loading import load_decoder
-from dflash_offline.evaluate.prompts import Prompt, dataset_name, encode, read_prompts
-from dflash_offline.evaluate.stage import heldout_rows
-from dflash_offline.evaluate.summary import summarise
 from dflash_offline.export.reading import read_tensors
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import environment, read_json, read_manifest, write_json
-from dflash_offline.replay import ReplayResult, answers, replay
-from dflash_offline.target import load_tokenizer
+from dflash_offline.progress import Progress
+from dflash_offline.train.ranks import Ranks
 
-EPOCHS, ANCHORS, LR, LAYERS, BLOCK, MASK = 4, 96, 6e-4, 5, 16, 16
-
-
-def run_file(folder: Path, options: argparse.Namespace, *, codec: str, train: dict[str, Any]) -> Path:
-    """A run file for one arm; every arm shares the root, so corpus and captures are made once."""
-    gpus = '"cpu"' if options.device == "cpu" else f"[{options.gpu}]"
-    settings = {"epochs": EPOCHS, "anchors": ANCHORS, "lr": LR, "tokens_per_batch": options.tokens, "micro_batches_per_step": 1}
-    settings |= {"slots_per_batch": options.slots, "log_every": 20, "evaluate_every": options.evaluate_every, "checkpoint_every": 100_000}
-    settings |= {"dtype": options.dtype} | train
-    text = f"""root = {json.dumps(str(options.root))}
-[target]
-model = {json.dumps(DEMO_MODEL if options.model is None else str(options.model))}
-dtype = "{options.dtype}"
-gpus = {gpus}
-capture_layer_ids = {options.taps}
-[corpus]
-files = [{json.dumps(str(options.responses))}]
-bucket_edges = {options.edges}
-max_length = {options.edges[-1] - 1}
-tokens_per_batch = 32768
-heldout_fraction = 0.02
-[store]
-codec = "{codec}"
-[drafter]
-layers = {options.layers}
-block_size = {BLOCK}
-mask_token_id = {options.mask}
-[train]
-gpus = {gpus}
-""" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "run.toml"
-    path.write_text(text, encoding="utf-8")
-    return path
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from quality_decode import Judge, ratio  # noqa: E402
+from quality_recode import recode  # noqa: E402
+from quality_settings import MODERN, PEER_SECONDS, RECIPES, SECONDS, locked, parse, run_file  # noqa: E402
 
 
-def luigi(config: Path, task: str) -> None:
-    command = [sys.executable, "-m", "luigi", "--module", "pipelines", task, "--config", str(config)]
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+class Bench:
+    """What the parts of one call share: options, device, the target that drafters are decoded with, the result file."""
 
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.began = options, time.perf_counter()
+        self.device = torch.device("cpu" if options.device == "cpu" else "cuda:0")
+        self._judge: Judge | None = None
 
-def train_ours(options: argparse.Namespace, name: str, *, codec: str = "lossless", **train: Any) -> tuple[RunConfig, dict[str, Any]]:
-    """Run the pipeline up to ``TrainDrafter``; returns the run file and what training took."""
-    path = run_file(options.root / "arms" / name, options, codec=codec, train=train)
-    luigi(path, "TrainDrafter")
-    config = RunConfig.load(path)
-    manifest = read_manifest(Layout(config.root_dir).drafter(keys.train_key(config)), kind="drafter")
-    return config, manifest
+    @property
+    def left_s(self) -> float:
+        return self.options.budget_s - (time.perf_counter() - self.began)
 
+    def known(self) -> dict[str, Any]:
+        path = self.options.out
+        return json.loads(path.read_text()) if path.exists() else {"arms": {}}
 
-def train_specforge(options: argparse.Namespace) -> tuple[RunConfig, dict[str, torch.Tensor], dict[str, Any]]:
-    """SpecForge's model and loss over the micro-batches of arm ``equal``: same rows, same order, same store.
+    def note(self, **entries: Any) -> None:
+        """Merge into the result file: ``arms`` by name, everything else as it is; the head line follows."""
+        with locked(self.options.root / "result.lock"):
+            result = self.known()
+            result["arms"] |= entries.pop("arms", {})
+            result |= entries | head_line(result["arms"])
+            self.options.out.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.options.out, result)
 
-    Its own settings: AdamW betas 0.9 / 0.999, warm-up 4 %, cosine to 0, clip 1.0, float32 master weights. Hidden states
-    are read and decoded ahead by the same reader and are not part of its time.
-    """
-    from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
-    from specforge.modeling.draft.dflash import DFlashDraftModel
-    from transformers import Qwen3Config
+    def prepare(self) -> RunConfig:
+        """Capture the corpus into the lossless store, once; whoever comes later waits."""
+        config = run_file(self.options, "prepare", codec="lossless")
+        done = Layout(config.root_dir).root / "prepared"
+        with locked(self.options.root / "prepare.lock"):
+            if not done.exists():
+                path = self.options.root / "arms" / "prepare" / "run.toml"
+                command = [sys.executable, "-m", "luigi", "--module", "pipelines", "CaptureHiddenStates", "--config", str(path)]
+                subprocess.run(command, check=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}, cwd=Path(__file__).parents[1])
+                done.touch()
+        return config
 
-    from dflash_offline.dataset import Prefetcher
-    from dflash_offline.optimizer import lr_at
-    from dflash_offline.train.ranks import Ranks
-    from dflash_offline.train.setup import prepare
+    def judge(self, config: RunConfig, shape: DrafterShape) -> Judge:
+        options = self.options
+        if self._judge is None:
+            dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.evaluate_dtype]
+            shared = {"most": options.max_prompts, "new_tokens": options.new_tokens, "batch": options.batch}
+            folder, layers = identity.model_folder(config), list(shape.target_layer_ids)
+            self._judge = Judge(folder, layers, options.prompts, self.device, dtype, attention=config.target.attention, **shared)
+        return self._judge
 
-    config = RunConfig.load(run_file(options.root / "arms" / "equal", options, codec="lossless", train={}))
-    device = torch.device(options.device if options.device == "cpu" else f"cuda:{options.gpu}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    setup = prepare(config, "specforge", Ranks(0, 1), device)
-    shape, dtype = setup.shape, setup.dtype
-    qwen = Qwen3Config(
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate_size,
-        vocab_size=shape.vocab_size,
-        num_hidden_layers=shape.num_layers,
-        rms_norm_eps=shape.rms_norm_eps,
-        max_position_embeddings=shape.max_position_embeddings,
-        rope_parameters=dict(shape.rope_parameters),
-        layer_types=["full_attention"] * shape.num_layers,
-    )
-    qwen.block_size, qwen.num_target_layers = shape.block_size, shape.num_target_layers
-    qwen.dflash_config = {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.target_layer_ids)}
-    backend = "flex_attention" if device.type == "cuda" else "sdpa"
-    qwen._attn_implementation = backend
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = DFlashDraftModel(qwen).to(dtype)
-    with torch.no_grad():  # the same initial weights as ours, name by name: they are z-lab's names in both
-        own = dict(setup.drafter.named_parameters())
-        for parameter_name, parameter in model.named_parameters():
-            parameter.copy_(own[parameter_name])
-    head = torch.nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, device="meta")
-    head.weight = torch.nn.Parameter(setup.head.weight, requires_grad=False)
-    embedding = torch.nn.Embedding.from_pretrained(setup.embedding, freeze=True)
-    online = OnlineDFlashModel(
-        model,
-        head,
-        embedding,
-        shape.mask_token_id,
-        block_size=shape.block_size,
-        attention_backend=backend,
-        num_anchors=ANCHORS,
-        loss_decay_gamma=7.0,
-    )
-    masters = [parameter.detach().float().clone().requires_grad_() for parameter in model.parameters()]
-    optimiser = torch.optim.AdamW(masters, lr=LR, betas=(0.9, 0.999), weight_decay=0.0, fused=device.type == "cuda")
-    total = setup.order.total_steps if options.max_steps is None else min(options.max_steps, setup.order.total_steps)
-    jobs = []
-    from dflash_offline.dataset import Job
+    def decode(self, config: RunConfig, shape: DrafterShape, tensors: dict[str, torch.Tensor], *, replay: bool = True) -> dict[str, Any]:
+        judge = self.judge(config, shape)
+        result = judge.accept(shape, tensors)
+        return result | (judge.replayed(config, shape, tensors, new_tokens=self.options.heldout_tokens) if replay else {})
 
-    for number in range(total):
-        step = setup.order.step(number)
-        jobs += [Job(number, 0, step.epoch, rows, setup.order.shapes[step.bucket]) for rows in step.micro_batches]
-    seconds, tokens, losses = 0.0, 0, []
-    with Prefetcher(iter(jobs), setup.loader.load) as reader:
-        for number in range(total):
-            micro = reader.take()
-            batch = padded(micro, setup, device)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            began = time.perf_counter()
-            model.zero_grad(set_to_none=True)
-            loss = online(**batch)[0]
-            loss.backward()
-            for master, parameter in zip(masters, model.parameters(), strict=True):
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-            torch.nn.utils.clip_grad_norm_(masters, 1.0)
-            warm = lr_at(number, total=total, peak=LR, warmup_ratio=0.04, schedule="cosine")
-            # its cosine ends at 0, ours at 10 %: map (x - 0.1) / 0.9
-            rate = warm if number < 0.04 * total else max(0.0, (warm - 0.1 * LR) / 0.9)
-            for group in optimiser.param_groups:
-                group["lr"] = rate
-            optimiser.step()
-            with torch.no_grad():
-                torch._foreach_copy_(list(model.parameters()), masters)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if number >= 5 * len(setup.order.shapes):  # compilation is not its fault, nor ours
-                seconds += time.perf_counter() - began
-            tokens += micro.num_tokens
-            losses.append(float(loss))
-            if number % 100 == 0:
-                print(f"specforge step {number}/{total} loss {losses[-1]:.3f} {seconds:.0f} s", flush=True)
-    counted = max(1, total - 5 * len(setup.order.shapes))
-    tensors = {name: parameter.detach().float().cpu() for name, parameter in zip(dict(model.named_parameters()), masters, strict=True)}
-    return (
-        config,
-        tensors,
-        {"steps": total, "tokens": tokens, "train_s": seconds * total / counted, "final_loss": float(np.mean(losses[-50:]))},
-    )
+    # ---- parts
 
+    def specforge(self) -> dict[str, Any]:
+        import quality_peer
 
-def padded(micro: Any, setup: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """A micro-batch as SpecForge takes it: one row a sequence, padded to the longest."""
-    rows = [setup.corpus.row(int(row)) for row in micro.job.rows]
-    decoded = micro.encoded.decode(device)
-    longest = -(-max(len(row.input_ids) for row in rows) // 128) * 128
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask = torch.zeros(len(rows), longest)
-    hidden = torch.zeros(len(rows), longest, decoded.shape[1], dtype=setup.dtype, device=device)
-    for index, (row, (start, end)) in enumerate(zip(rows, micro.spans, strict=True)):
-        ids[index, : end - start] = torch.from_numpy(np.array(row.input_ids)).long()
-        mask[index, : end - start] = torch.from_numpy(np.array(row.loss_mask)).float()
-        hidden[index, : end - start] = decoded[start:end]
-    return {"input_ids": ids.to(device), "hidden_states": hidden, "loss_mask": mask.to(device)}
+        from dflash_offline.train.setup import prepare
 
-
-def ask(decode: Any, tokenizer: Any, prompts: list[Prompt]) -> list[list[Response]]:
-    """Hold all conversations at once, turn by turn; returns the responses of each prompt."""
-    stops = decode.__self__.stop_ids  # decode is a bound method of Loop
-    histories: list[list[dict[str, Any]]] = [[] for _ in prompts]
-    given, found = [0] * len(prompts), [[] for _ in prompts]
-    ends = [list(prompt.turns()) for prompt in prompts]
-    for turn in range(max(len(each) for each in ends)):
-        rows = [row for row, each in enumerate(ends) if turn < len(each)]
-        for row in rows:
-            histories[row].extend(prompts[row].messages[given[row] : ends[row][turn]])
-            given[row] = ends[row][turn]
-        responses = decode([encode(tokenizer, histories[row], {}, where=prompts[row].where) for row in rows])
-        for row, response in zip(rows, responses, strict=True):
-            found[row].append(response)
-            text = tokenizer.decode([token for token in response.tokens if token not in stops], skip_special_tokens=True)
-            histories[row].append({"role": "assistant", "content": text})
-    return found
-
-
-class Loop:
-    """``BatchedDecoder.generate`` or ``generate_plain`` with the number of tokens filled in."""
-
-    def __init__(self, batched: BatchedDecoder, *, plain: bool, max_new_tokens: int) -> None:
-        self.batched, self.plain, self.max_new_tokens, self.stop_ids = batched, plain, max_new_tokens, batched.decoder.stop_ids
-
-    def run(self, prompts: list[list[int]]) -> list[Response]:
-        call = self.batched.generate_plain if self.plain else self.batched.generate
-        return call(prompts, max_new_tokens=self.max_new_tokens)
-
-
-def evaluate(options: argparse.Namespace, config: RunConfig, shape: DrafterShape, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Acceptance on every prompt file, then ``tau_replay`` beside the loop on held-out answers that the target writes again."""
-    folder = ensure_converted() if options.model is None else Path(options.model)
-    device = torch.device(options.device if options.device == "cpu" else f"cuda:{options.gpu}")
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.evaluate_dtype]
-    decoder = load_decoder(folder, shape, tensors, device=device, dtype=dtype)
-    batched, tokenizer = BatchedDecoder(decoder, options.max_prompts), load_tokenizer(folder)
-    result: dict[str, Any] = {"acceptance_length": {}, "interval": {}, "prompts": {}, "identical": {}, "near_ties": {}, "different": {}}
-    for path in sorted(options.prompts.glob("eval-*.jsonl")):
-        prompts = read_prompts(path, most=options.max_prompts)
-        loop = ask(Loop(batched, plain=False, max_new_tokens=options.new_tokens).run, tokenizer, prompts)
-        # the target alone answers the first turns only: later ones would follow another history where a tie fell otherwise
-        plain = Loop(batched, plain=True, max_new_tokens=options.new_tokens)
-        first = [encode(tokenizer, prompt.messages[: next(prompt.turns())], {}, where=prompt.where) for prompt in prompts]
-        comparisons = [compare(ours[0], own, dtype=dtype) for ours, own in zip(loop, plain.run(first), strict=True)]
-        summary, name = summarise(loop, None, comparisons, block_size=BLOCK), dataset_name(path)
-        result["acceptance_length"][name], result["interval"][name] = summary["acceptance_length"], summary["interval"]
-        result["prompts"][name] = len(prompts)
-        for outcome, key in (("identical", "identical"), ("near_tie", "near_ties"), ("different", "different")):
-            result[key][name] = sum(each.outcome == outcome for each in comparisons)
-        print(f"  {name}: {summary['acceptance_length']:.3f} {summary['interval']}", flush=True)
-    result["mean_acceptance_length"] = float(np.mean(list(result["acceptance_length"].values())))
-    result |= replayed(options, decoder, batched, config, shape)
-    return result
-
-
-def replayed(
-    options: argparse.Namespace, decoder: Decoder, batched: BatchedDecoder, config: RunConfig, shape: DrafterShape
-) -> dict[str, Any]:
-    """``simulated_tau`` (tau_replay) and ``real_tau`` over the same held-out answers."""
-    rows = [row for row in heldout_rows(config, shape) if answers(row.loss_mask)]
-    spans = [answers(row.loss_mask)[0] for row in rows]
-    most = max(end - start for start, end in spans)
-    loop = batched.generate([row.input_ids[:start].tolist() for row, (start, _) in zip(rows, spans, strict=True)], max_new_tokens=most)
-    simulated, real, everything = [], [], []
-    for row, (start, end), response in zip(rows, spans, loop, strict=True):
-        only = np.zeros_like(row.loss_mask)
-        only[start:end] = 1
-        result = replay(decoder.drafter, decoder.embedding, decoder.head, row.read_hidden(), row.input_ids, only)
-        everything.append(result)
-        cut = len(response.tokens) == most or response.tokens[-1] not in decoder.stop_ids
-        text = row.input_ids[start:end].tolist()
-        if response.tokens == text or (cut and response.tokens[: len(text)] == text and len(response.tokens) == len(text)):
-            simulated.append(result)
-            real.append(response)
-    pooled = ReplayResult.pooled(simulated)
-    steps = sum(response.steps for response in real)
-    tau = sum(response.step_tokens for response in real) / steps if steps else None
-    return {
-        "tau_replay_all": ReplayResult.pooled(everything).tau,
-        "heldout_answers": len(rows),
-        "reproduced_answers": len(real),
-        "simulated_tau": pooled.tau if steps else None,
-        "real_tau": tau,
-        "tau_difference": abs(pooled.tau - tau) / tau if steps else None,
-    }
-
-
-def heldout_accuracy(config: RunConfig) -> tuple[float | None, list[dict[str, Any]]]:
-    """Last held-out accuracy, and the learning curve, from an arm's ``metrics.jsonl``."""
-    path = Layout(config.root_dir).drafter(keys.train_key(config)) / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    held = [row for row in rows if row.get("heldout")]
-    curve = [
-        {"step": row.get("step"), "tokens": row.get("tokens"), **{n: row["heldout"].get(n) for n in ("acc", "tau", "tau_replay")}}
-        for row in held
-    ]
-    return (held[-1]["heldout"].get("acc") if held else None), curve
-
-
-def arm(name: str, options: argparse.Namespace, known: dict[str, Any]) -> dict[str, Any]:
-    if name == "specforge":
-        config, tensors, taken = train_specforge(options)
-        shape = DrafterShape.from_dict(read_json(Layout(config.root_dir).drafter(keys.train_key(config)) / "drafter" / "shape.json"))
-        return taken | evaluate(options, config, shape, tensors)
-    if name == "time":
-        # this arm's cost per step is known from a short run only; epochs are set from the two arms before it
-        ratio = known["specforge"]["train_s"] / known["equal"]["train_s"]
-        epochs = options.time_epochs or max(1.0, round(EPOCHS * ratio * options.time_share, 2))
-        config, manifest = train_ours(
-            options,
-            name,
-            anchors=options.time_anchors,
-            epochs=epochs,
-            loss="dpace",
-            schedule="wsd",
-            ema=0.999,
-            lr=options.time_lr,
-            slots_per_batch=options.slots * options.time_anchors // ANCHORS,
+        self.prepare()
+        config = run_file(self.options, "equal", codec="lossless")
+        setup = prepare(config, "specforge", Ranks(0, 1), self.device)
+        tensors, result = quality_peer.train(
+            config, setup, max_steps=self.options.max_steps, on_pace=lambda seconds: self.note(specforge_pace_s=seconds)
         )
-    elif name == "equal":
-        config, manifest = train_ours(options, name)
-    else:
-        config, manifest = train_ours(options, name, codec=name.removeprefix("codec-"), epochs=options.codec_epochs)
-    folder = Layout(config.root_dir).drafter(keys.train_key(config))
-    accuracy, curve = heldout_accuracy(config)
-    taken = {"steps": manifest["steps"], "tokens": manifest["tokens"], "train_s": manifest["seconds"], "heldout_acc": accuracy}
-    taken |= {"curve": curve, "epochs": config.train.epochs, "anchors": config.train.anchors, "loss": config.train.loss}
-    if name.startswith("codec-"):
-        from dflash_offline.store import summary as store_summary
+        for name, view in setup.weights.named(setup.weights.master).items():
+            view.copy_(tensors[name])
+        result["heldout_acc"] = self.heldout(setup)["acc"]
+        return result | self.decode(config, setup.shape, tensors)
 
-        taken["store"] = {
-            n: v
-            for n, v in store_summary(Layout(config.root_dir).store(keys.capture_key(config))).items()
-            if isinstance(v, int | float | str)
-        }
-    shape = DrafterShape.from_dict(read_json(folder / "drafter" / "shape.json"))
-    return taken | evaluate(options, config, shape, read_tensors(folder / "drafter"))
+    def heldout(self, setup: Any) -> dict[str, Any]:
+        """The held-out figures of the weights in ``setup``, as training gives them."""
+        from dflash_offline.dataset import Prefetcher
+        from dflash_offline.train.heldout import Scores
+        from dflash_offline.train.loop import Trainer
 
+        setup.weights.refresh()
+        trainer, scores = Trainer(setup, Ranks(0, 1), Progress(None)), Scores()
+        with torch.no_grad(), Prefetcher(trainer.heldout_jobs, setup.loader.load) as reader:
+            feed = trainer.feed(reader, training=False)
+            for _ in trainer.heldout_jobs:
+                batch = feed.take()
+                out = trainer.losses(batch)
+                feed.look_ahead()
+                scores.add(batch, out)
+        return scores.summary(setup.corpus)
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("arms", nargs="+", help="equal, specforge, time, codec-bf16, codec-lossless, codec-int8, codec-int6, codec-int4")
-    parser.add_argument("--responses", type=Path, required=True, help="conversations answered by the target (JSONL, gzip)")
-    parser.add_argument("--prompts", type=Path, required=True, help="folder of eval-*.jsonl")
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/quality_h200.json"))
-    parser.add_argument("--model", type=Path, help="another target than the demo model")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--gpu", type=int, default=0)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--evaluate-dtype", default="bfloat16")
-    parser.add_argument("--max-prompts", type=int, default=80)
-    parser.add_argument("--new-tokens", type=int, default=160)
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--mask", type=int, default=MASK)
-    parser.add_argument("--taps", default="[1, 8, 14, 20, 27]")
-    parser.add_argument("--tokens", type=int, default=10240, help="context tokens of a step, about 32 conversations")
-    parser.add_argument("--slots", type=int, default=49152)
-    parser.add_argument("--edges", type=json.loads, default=[192, 256, 320, 384, 512, 768, 2048])
-    parser.add_argument("--evaluate-every", type=int, default=100)
-    parser.add_argument("--codec-epochs", type=float, default=1.0)
-    parser.add_argument("--time-anchors", type=int, default=256)
-    parser.add_argument(
-        "--time-share", type=float, default=0.6, help="share of the plain ratio of times, for the dearer steps of more anchors"
-    )
-    parser.add_argument("--time-epochs", type=float)
-    parser.add_argument("--time-lr", type=float, default=1e-3)
-    parser.add_argument("--max-steps", type=int, help="stop the peer early (to try this script)")
-    options = parser.parse_args()
-    options.root, options.responses = options.root.absolute(), options.responses.absolute()
-    options.model = options.model and options.model.absolute()
-    result: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"arms": {}}
-    for name in options.arms:
-        print(f"=== arm {name}", flush=True)
+    def ours(self, config: RunConfig, *, replay: bool = True) -> dict[str, Any]:
+        """Train what a run file says, with the code of the stage, and decode it."""
+        from dflash_offline.train import train
+        from dflash_offline.train.records import METRICS, read_metrics
+
+        key = keys.train_key(config)
+        folder = Layout(config.root_dir).drafter(key)
+        if not (folder / "manifest.json").exists():
+            train(config, argparse.Namespace(key=key), Progress(None))
+        manifest = read_manifest(folder, kind="drafter")
+        rows = read_metrics(folder / METRICS)
+        tokens = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
+        curve = [
+            {"step": row["step"], "tokens": tokens.get(row["step"]), "elapsed_s": round(row["elapsed_s"], 1)}
+            | {name: row["heldout"][name] for name in ("loss", "acc", "tau_replay", "tau_replay_interval")}
+            for row in rows
+            if "heldout" in row
+        ]
+        result = {"steps": manifest["steps"], "tokens": manifest["tokens"], "train_s": manifest["seconds"]}
+        result |= {"heldout_acc": curve[-1]["acc"] if curve else None, "curve": curve}
+        result |= {name: getattr(config.train, name) for name in ("epochs", "anchors", "loss", "lr", "schedule", "ema", "noise")}
+        result |= {"tokens_per_batch": config.train.tokens_per_batch}
+        shape = DrafterShape.from_dict(read_json(folder / "drafter" / "shape.json"))
+        self.release()
+        return result | self.decode(config, shape, read_tensors(folder / "drafter"), replay=replay)
+
+    def equal(self) -> dict[str, Any]:
+        self.prepare()
+        return self.ours(run_file(self.options, "equal", codec="lossless", **self.limit()))
+
+    def limit(self) -> dict[str, Any]:
+        return {} if self.options.max_steps is None else {"max_steps": self.options.max_steps}
+
+    def equal_time(self, name: str) -> dict[str, Any]:
+        """As long as SpecForge trained: seconds of a step are measured first, then the number of epochs is set."""
+        self.prepare()
+        recipe, known = RECIPES[name], self.known()
+        theirs = known["arms"].get("specforge", {}).get("train_s") or known.get("specforge_pace_s")
+        seconds = self.options.seconds or theirs or PEER_SECONDS
+        step_s, steps_per_epoch = self.pace(run_file(self.options, name, codec="lossless", **recipe, **self.limit()))
+        allowed = min(seconds, self.left_s - 45)  # what is left also has to do for compiling again and for decoding
+        if allowed < seconds:
+            print(f"{name}: the peer trained {seconds:.0f} s, {allowed:.0f} s are left", flush=True)
+        epochs = max(0.05, 0.95 * allowed / step_s / steps_per_epoch)  # the rest is for evaluations on the way and the last checkpoint
+        print(f"{name}: {1e3 * step_s:.1f} ms a step, {steps_per_epoch} steps an epoch: {epochs:.2f} epochs in {allowed:.0f} s", flush=True)
+        settled = {"epochs": round(epochs, 2), "evaluate_every": max(1, int(epochs * steps_per_epoch / 10))}
+        config = run_file(self.options, name, codec="lossless", **(recipe | settled), **self.limit())
+        return {"peer_train_s": seconds, "peer_measured_here": theirs is not None} | self.ours(config)
+
+    def pace(self, config: RunConfig) -> tuple[float, int]:
+        """Seconds of a step of a run file (mean over its buckets), and its steps an epoch."""
+        from dflash_offline.dataset import Prefetcher
+        from dflash_offline.train import kernels
+        from dflash_offline.train.loop import Trainer
+        from dflash_offline.train.setup import prepare
+
+        config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 1.0})})
+        ranks, folder = Ranks(0, 1), None
+        if self.device.type == "cuda":
+            folder, _ = kernels.use_cache_folder(self.device)
+        setup = prepare(config, "pace", ranks, self.device)
+        trainer = Trainer(setup, ranks, Progress(None))
+        if folder is not None:
+            trainer.warm_up(folder)
+        ranks.join(self.device)
+        count = min(setup.order.total_steps, 4 if self.device.type == "cpu" else 80)
+        first, began = count // 4, 0.0
+        jobs = (job for number in range(count) for job in trainer.jobs(setup.order.step(number)))
+        with Prefetcher(jobs, setup.loader.load) as reader:
+            feed = trainer.feed(reader, training=True)
+            for number in range(count):
+                if number == first:
+                    self._wait()
+                    began = time.perf_counter()
+                trainer.train_step(setup.order.step(number), feed)
+            self._wait()
+        ranks.leave()
+        step_s, steps = (time.perf_counter() - began) / (count - first), setup.order.total_steps
+        del trainer, setup
+        self.release()
+        return step_s, steps
+
+    def codec(self, name: str) -> dict[str, Any]:
+        """A short run from the first rows, coded with ``name``."""
+        from dflash_offline.store import summary
+
+        source = self.prepare()
+        short = {"epochs": self.options.codec_epochs, "rows": self.options.codec_rows} | MODERN
+        config = run_file(self.options, f"codec-{name}", codec=name, **short, **self.limit())
+        self.corpus(config)
+        if name != "lossless":
+            recode(source, config, self.device)
+        found = summary(Layout(config.root_dir).store(keys.capture_key(config)))
+        sizes = {each: found[each] for each in ("bytes_per_token", "ratio", "tokens")}
+        return {"store": sizes} | self.ours(config, replay=False)
+
+    def corpus(self, config: RunConfig) -> None:
+        with locked(self.options.root / "codec-corpus.lock"):
+            folder = Layout(config.root_dir).corpus(keys.corpus_key(config))
+            if not (folder / "manifest.json").exists():
+                command = [sys.executable, "-m", "dflash_offline.corpus", "--config", str(config.source), "--key", keys.corpus_key(config)]
+                subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
+
+    def release(self) -> None:
+        """Free what the last part left, compiled graphs included: their number a function is limited."""
+        torch._dynamo.reset()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def run(self, name: str) -> bool:
+        """One part, recorded whatever becomes of it; whether it succeeded."""
         began = time.perf_counter()
-        result["arms"][name] = arm(name, options, result["arms"]) | {"arm_s": time.perf_counter() - began}
-        result |= head_line(result["arms"])
-        result["device"] = torch.cuda.get_device_name(options.gpu) if options.device != "cpu" else "cpu"
-        result["environment"] = environment()
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.out, result)
+        part: Callable[[], Any]
+        if name in RECIPES:
+            part = lambda: self.equal_time(name)  # noqa: E731
+        elif name.startswith("codec-"):
+            part = lambda: self.codec(name.removeprefix("codec-"))  # noqa: E731
+        else:
+            part = {"prepare": self.prepare, "specforge": self.specforge, "equal": self.equal}[name]
+        needed = SECONDS[name.split("-")[0]] * self.options.needed
+        if self.left_s < needed:
+            print(f"=== {name}: SKIPPED, {self.left_s:.0f} s are left, it needs about {needed:.0f} s", flush=True)
+            return False
+        print(f"=== {name} (about {needed:.0f} s), {self.left_s:.0f} s left", flush=True)
+        try:
+            result = part()
+        except Exception as error:
+            traceback.print_exc()
+            self.note(failed=self.known().get("failed", {}) | {name: f"{type(error).__name__}: {error}"[:400]})
+            print(f"=== {name}: FAILED after {time.perf_counter() - began:.0f} s", flush=True)
+            return False
+        finally:
+            self.release()
+        seconds = round(time.perf_counter() - began, 1)
+        if isinstance(result, dict):
+            failed = {each: reason for each, reason in self.known().get("failed", {}).items() if each != name}
+            device = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
+            self.note(arms={name: result | {"part_s": seconds}}, failed=failed, device=device, environment=environment())
+            print(
+                f"=== {name}: mean acceptance length {result['mean_acceptance_length']:.3f}, trained {result['train_s']:.0f} s", flush=True
+            )
+        print(f"=== {name}: done in {seconds} s, {self.left_s:.0f} s left", flush=True)
+        return True
 
 
 def head_line(arms: dict[str, Any]) -> dict[str, Any]:
     """The figures that are compared, at the top of the file."""
     names = ("steps", "tokens", "train_s", "heldout_acc", "acceptance_length", "interval", "prompts", "simulated_tau", "real_tau")
-    line = {name: arms["equal"].get(name) for name in names} if "equal" in arms else {}
-    if "specforge" in arms:
-        line["specforge"] = {name: arms["specforge"].get(name) for name in names}
-    if "time" in arms and "specforge" in arms:
-        line["equal_time_gain"] = arms["time"]["mean_acceptance_length"] / arms["specforge"]["mean_acceptance_length"] - 1
+    equal, peer, line = arms.get("equal"), arms.get("specforge"), {}
+    if equal:
+        line |= {name: equal.get(name) for name in names}
+    if peer:
+        line["specforge"] = {name: peer.get(name) for name in names}
+    if equal and peer:
+        ours, theirs = equal["tokens_steps"], peer["tokens_steps"]
+        found = {name: ratio(ours, theirs, [name]) for name in ours if name in theirs}
+        line["equal_over_specforge"] = {name: each | {"not_below": each["interval"][1] >= 1} for name, each in found.items()}
+    for name in (each for each in RECIPES if each in arms and peer):
+        found = ratio(arms[name]["tokens_steps"], peer["tokens_steps"], list(peer["tokens_steps"]))
+        within = arms[name]["train_s"] <= peer["train_s"]
+        line.setdefault("equal_time_over_specforge", {})[name] = found | {"within_its_seconds": within}
+    codecs = {name.removeprefix("codec-"): arm for name, arm in arms.items() if name.startswith("codec-")}
+    if codecs:
+        line["codecs"] = {
+            name: {"bytes_per_token": arm["store"]["bytes_per_token"], "acceptance_length": arm["mean_acceptance_length"]}
+            | {"heldout_acc": arm["heldout_acc"], "steps": arm["steps"]}
+            for name, arm in codecs.items()
+        }
     return line
 
 
+def main(argv: list[str] | None = None) -> int:
+    bench = Bench(parse(argv, description=__doc__))
+    done = [bench.run(name) for name in bench.options.parts]
+    print(f"=== all in {time.perf_counter() - bench.began:.0f} s: {sum(done)} of {len(done)} parts", flush=True)
+    return 0 if all(done) else 1
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

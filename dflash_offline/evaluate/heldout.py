@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_offline.evaluate.decoder import Decoder
+from dflash_offline.evaluate.decoder import Decoder, Response
 from dflash_offline.evaluate.run import Loop
 from dflash_offline.replay import ReplayResult, answers, replay
 
@@ -40,7 +40,8 @@ def tau_replay(
     Returns:
         ``tau`` pooled over all answers of all rows with ``tokens``, ``steps``, ``rows``; and ``loop``: ``rows``
         generated, ``reproduced`` of them token by token, and over those ``replay``, ``loop`` (acceptance lengths),
-        ``difference`` (relative) and ``agrees``; None where no row was reproduced.
+        ``difference`` (relative) and ``agrees``; None where no row was reproduced. ``common``: the same over every row,
+        each up to the first token that the target writes otherwise.
     """
     decoder = loop.decoder
     results, spans = [], {}
@@ -54,28 +55,45 @@ def tau_replay(
         return outcome
     queue = deque((index, rows[index].input_ids[:start].tolist()) for index, (start, _) in spans.items())
     longest = max(end - start for start, end in spans.values())
-    replayed, written = [], []
+    replayed, written, whole = [], [], []
     for index, response in loop.run(queue, max_new_tokens=longest, plain=False):
         (start, end), row = spans[index], rows[index]
-        response = response.first(end - start)
-        if response.tokens == row.input_ids[start:end].tolist():
-            only = np.zeros_like(row.loss_mask)
-            only[start:end] = 1
-            replayed.append(_replay(decoder, row, only))
-            written.append(response)
-    comparison = {"rows": len(spans), "reproduced": len(written), **dict.fromkeys(("replay", "loop", "difference", "agrees"))}
+        same = _common(response.tokens, row.input_ids[start:end].tolist())
+        if same < 2:
+            continue
+        only = np.zeros_like(row.loss_mask)
+        only[start : start + same] = 1
+        replayed.append(_replay(decoder, row, only))
+        written.append(response.first(same))
+        whole.append(same == end - start)
+    comparison = {"rows": len(spans), "reproduced": sum(whole), **dict.fromkeys(("replay", "loop", "difference", "agrees"))}
+    comparison["common"] = _beside(replayed, written)
     outcome["loop"] = comparison
-    if steps := sum(response.steps for response in written):
-        expected, real = ReplayResult.pooled(replayed).tau, sum(response.step_tokens for response in written) / steps
-        difference = abs(expected - real) / real
-        comparison |= {"replay": expected, "loop": real, "difference": difference, "agrees": difference < AGREEMENT}
+    if any(whole):
+        comparison |= _beside(*([each for each, kept in zip(all_, whole, strict=True) if kept] for all_ in (replayed, written)))
+        expected, real, difference = (comparison[name] for name in ("replay", "loop", "difference"))
+        comparison["agrees"] = difference < AGREEMENT
         if difference >= AGREEMENT:
             say(
-                f"WARNING: on {len(written)} held-out answers tau_replay is {expected:.3f} but the real loop accepts {real:.3f} "
+                f"WARNING: on {sum(whole)} held-out answers tau_replay is {expected:.3f} but the real loop accepts {real:.3f} "
                 f"({difference:.0%} apart, {AGREEMENT:.0%} allowed): what was stored is not what the loop sees; "
                 "check layers, template and precision"
             )
     return outcome
+
+
+def _beside(replayed: list[ReplayResult], written: list[Response]) -> dict[str, Any]:
+    """Acceptance lengths of replay and loop over the same texts."""
+    steps = sum(response.steps for response in written)
+    if not steps:
+        return dict.fromkeys(("replay", "loop", "difference"))
+    expected, real = ReplayResult.pooled(replayed).tau, sum(response.step_tokens for response in written) / steps
+    return {"replay": expected, "loop": real, "difference": abs(expected - real) / real}
+
+
+def _common(ours: list[int], stored: list[int]) -> int:
+    """Leading tokens that are the same."""
+    return next((i for i, (a, b) in enumerate(zip(ours, stored, strict=False)) if a != b), min(len(ours), len(stored)))
 
 
 def _replay(decoder: Decoder, row: HeldoutRow, loss_mask: np.ndarray) -> ReplayResult:
