@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_offline import identity
+from dflash_offline import identity, keys
 from dflash_offline.buckets import count_text, packed_batches, padded_batches
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.storage import Corpus
@@ -156,6 +156,10 @@ def make_plan(config: RunConfig, corpus: Corpus, store_path: Path, plan_path: Pa
     with _locked(plan_path.parent):
         if plan_path.is_file():
             return CapturePlan.load(plan_path)
+        if config.store.url is not None:  # another root may have captured into it
+            from dflash_offline.store import create_or_open
+
+            create_or_open(store_path, keys.store_identity(config), url=config.store.location(keys.capture_key(config)))
         held = _committed(store_path)
         names, reused = [name for name, _ in held.values()], set()
         hashes = np.ascontiguousarray(corpus.hashes).view("V32").ravel()

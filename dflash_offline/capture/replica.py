@@ -60,7 +60,7 @@ class Replica:
         self.store_path = layout.store(capture_key)
         self.corpus = Corpus.open(layout.corpus(corpus_key), deep=True)
         self.plan = CapturePlan.load(layout.plan(capture_key, corpus_key))
-        create_or_open(self.store_path, keys.store_identity(config))
+        create_or_open(self.store_path, keys.store_identity(config), url=config.store.location(capture_key))
         beat = min(5.0, lease_expires_s / 4)
         self.leases = Leases(layout.leases(capture_key), what=f"replica {replica}", expires_s=lease_expires_s, heartbeat_s=beat, host=host)
         self.layer_ids = identity.capture_layer_ids(config)

@@ -10,10 +10,12 @@ import torch
 from dflash_offline.capture.forward import Forwarder
 from dflash_offline.codecs import NEEDS_STATISTICS, ChannelStatistics
 from dflash_offline.corpus import Corpus
+from dflash_offline.manifest import write_bytes
 from dflash_offline.plan import CapturePlan
-from dflash_offline.store import committed_parts
+from dflash_offline.store import Remote, committed_parts
+from dflash_offline.store.remote import STATISTICS
 
-FILE = "channel_statistics.safetensors"  # beside the store, for every corpus that is captured into it
+FILE = STATISTICS  # beside the store, for every corpus that is captured into it
 
 
 def channel_statistics(codec: str, store_path: Path, plan: CapturePlan, corpus: Corpus, forwarder: Forwarder) -> ChannelStatistics | None:
@@ -27,8 +29,13 @@ def channel_statistics(codec: str, store_path: Path, plan: CapturePlan, corpus: 
     path = Path(store_path).parent / FILE
     with path.with_name(FILE + ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists() and not committed_parts(store_path):
+        remote, begun = Remote.of(store_path), bool(committed_parts(store_path))
+        if not path.exists() and not begun:
             ChannelStatistics.from_rows(_hidden_states(plan, corpus, forwarder)).save(path)
+        if remote is not None and not begun:
+            remote.objects.put(FILE, path)
+        elif remote is not None and not path.exists():  # the store was begun from another root
+            write_bytes(path, remote.objects.get(FILE))
         return ChannelStatistics.load(path)
 
 

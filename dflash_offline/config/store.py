@@ -1,8 +1,9 @@
 """``[store]``."""
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dflash_offline.config.section import PositiveInt, Section
 
@@ -22,3 +23,30 @@ class StoreConfig(Section):
     verify: Literal["deep", "sizes", "off"] = Field(
         "deep", description="What training checks before it first reads a part: checksums, sizes only, or nothing."
     )
+    url: str | None = Field(
+        None,
+        description='Keep hidden states in an object store, for example "s3://bucket/prefix" (pip install "dflash_offline[objectstore]"); '
+        "any URL of obstore or fsspec. Credentials come from the environment.",
+    )
+    cache_bytes: PositiveInt = Field(50_000_000_000, description="With url: bytes of hidden states kept on this host's disk, at most.")
+    cache_folder: str | None = Field(None, description="With url: where they are kept; beside the store's tables below root when left out.")
+
+    @field_validator("url")
+    @classmethod
+    def _url(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        if re.match(r"[^/]*//[^/]*@", url) or "?" in url or "#" in url:  # not repeated in the message: it may hold a password
+            raise ValueError("url holds credentials or options; give SCHEME://BUCKET/PREFIX and put credentials into the environment")
+        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s]+", url):
+            raise ValueError(f'url = "{url}": give SCHEME://BUCKET/PREFIX, for example "s3://bucket/prefix"')
+        return url.rstrip("/")
+
+    def location(self, capture_key: str) -> str | None:
+        """URL of the store with this key; None for a local one."""
+        return None if self.url is None else f"{self.url}/{capture_key}/hidden_states.zarr"
+
+    @property
+    def cache(self) -> dict[str, int | str | None]:
+        """What ``HiddenStateStore`` is told about its cache."""
+        return {"cache_bytes": self.cache_bytes, "cache_folder": self.cache_folder}

@@ -141,7 +141,7 @@ def heldout_rows(config: RunConfig, shape: DrafterShape) -> list[HeldoutRow]:
     chosen = choose_rows(corpus, config.evaluate.heldout_rows)
     if not chosen:
         return []
-    store = HiddenStateStore(layout.store(keys.capture_key(config)))
+    store = HiddenStateStore(layout.store(keys.capture_key(config)), **config.store.cache)
     positions = store.positions(shape.target_layer_ids)
     rows = []
     for index in chosen:

@@ -2,8 +2,12 @@
 
 Reading order::
 
-    schema      names, attributes, index; making a store, refusing another's
+    schema      names, attributes, index
     shards      Zarr shard files written and read straight
+    objects     an object store, by URL
+    cache       blocks of its files, kept here
+    remote      a store in an object store and its local folder
+    making      making a store, refusing another's
     values      finite, not all zero, norms
     staging     encoding where a sample lies, codes to the CPU
     part_files  files of a part: shape, metadata, small arrays, manifest
@@ -18,8 +22,10 @@ Reading order::
 
 from dflash_offline.store.batch import EncodedBatch
 from dflash_offline.store.inspect import details, diff, environment_notes, samples, stats, summary, unfinished
+from dflash_offline.store.making import create_or_open, rebuild_index
 from dflash_offline.store.reader import HiddenStateStore, StoredSample, committed_hashes
-from dflash_offline.store.schema import check_identity, committed_parts, create_or_open, rebuild_index
+from dflash_offline.store.remote import Remote
+from dflash_offline.store.schema import check_identity, committed_parts
 from dflash_offline.store.verify import Problem, verify
 from dflash_offline.store.writer import PartWriter
 
@@ -28,6 +34,7 @@ __all__ = [
     "HiddenStateStore",
     "PartWriter",
     "Problem",
+    "Remote",
     "StoredSample",
     "check_identity",
     "committed_hashes",

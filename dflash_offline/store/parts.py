@@ -1,5 +1,6 @@
 """One committed part, opened for reading: its tables at once, its arrays when they are first read."""
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -11,6 +12,7 @@ from dflash_offline import manifest
 from dflash_offline.codecs import Codec, codec_of_part
 from dflash_offline.errors import DFlashError, StoreDamagedError
 from dflash_offline.store import schema
+from dflash_offline.store.remote import Remote
 from dflash_offline.store.shards import ShardedArray, read_small
 
 Verify = Literal["deep", "sizes", "off"]
@@ -19,8 +21,8 @@ Verify = Literal["deep", "sizes", "off"]
 class StoredPart:
     """The tables of one part, read at once, and its arrays, opened when first read."""
 
-    def __init__(self, root: Path, name: str, entry: dict[str, Any], verify: Verify):
-        self.folder, self.name, self.verify = root / name, name, verify
+    def __init__(self, root: Path, name: str, entry: dict[str, Any], verify: Verify, remote: Remote | None = None):
+        self.folder, self.name, self.verify, self.remote = root / name, name, verify, remote
         try:
             self.manifest: dict[str, Any] = manifest.read_manifest(self.folder, kind=schema.PART_KIND)
         except DFlashError as error:
@@ -30,8 +32,7 @@ class StoredPart:
                 raise StoreDamagedError(
                     f"{self.folder}: not the part that {schema.INDEX} lists (another manifest); it was swapped or edited"
                 )
-            if problems := manifest.damaged_files(self.folder, self.manifest, deep=False):
-                raise StoreDamagedError(f"{self.folder}: {problems[0]}; delete this part's folder and capture again, only it is made anew")
+            self._check(deep=False)
         self.offsets = read_small(self.folder / "sample_offsets")
         self.hashes = read_small(self.folder / "sample_hashes")
         self.sample_ids = read_small(self.folder / "sample_ids")
@@ -44,11 +45,21 @@ class StoredPart:
         """With ``verify="deep"``: compare every file with its checksum, once, before the first byte is used."""
         with self._lock:
             if not self._verified:
-                if problems := manifest.damaged_files(self.folder, self.manifest, deep=True):
-                    raise StoreDamagedError(
-                        f"{self.folder}: {problems[0]}; delete this part's folder and capture again, only it is made anew"
-                    )
+                self._check(deep=True)
                 self._verified = True
+
+    def _check(self, *, deep: bool) -> None:
+        if self.remote is None:
+            problems = manifest.damaged_files(self.folder, self.manifest, deep=deep)
+        else:
+            problems = self.remote.damaged(self.name, self.manifest, deep=deep, once=True)
+        if problems:
+            raise StoreDamagedError(f"{self.folder}: {problems[0]}; delete this part's folder and capture again, only it is made anew")
+
+    def _opener(self, array: str) -> Callable[[str], Any] | None:
+        if self.remote is None:
+            return None
+        return lambda name: self.remote.shard(self.name, self.manifest, f"{array}/{name}")
 
     @cached_property
     def attributes(self) -> dict[str, Any]:
@@ -66,7 +77,7 @@ class StoredPart:
 
     @cached_property
     def arrays(self) -> list[ShardedArray]:
-        return [ShardedArray(self.folder / array.name) for array in self.codec.arrays]
+        return [ShardedArray(self.folder / array.name, self._opener(array.name)) for array in self.codec.arrays]
 
     @cached_property
     def input_ids(self) -> np.ndarray:

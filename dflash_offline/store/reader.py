@@ -28,6 +28,7 @@ from dflash_offline.errors import StoreDamagedError, StoreError, StoreIdentityEr
 from dflash_offline.store import schema
 from dflash_offline.store.batch import EncodedBatch
 from dflash_offline.store.parts import StoredPart, Verify
+from dflash_offline.store.remote import Remote
 from dflash_offline.store.shards import read_small
 
 
@@ -73,16 +74,28 @@ class HiddenStateStore:
         verify: ``"sizes"`` compares manifests and file sizes now, ``"deep"`` also checksums a part's files before their
             first use, ``"off"`` neither. Chunk checksums are compared on every read in any case.
         parts: only these parts.
-        threads: read in parallel; None = 4, or as many as there are cores.
+        threads: read in parallel; None = 4, or as many as there are cores; 16 from an object store.
+        cache_bytes, cache_folder: of a store in an object store: how much of it is kept on this host, and where; see ``remote``.
 
     Raises:
         StoreError: no store, or a newer format.
         StoreDamagedError: naming part and file.
     """
 
-    def __init__(self, path: Path | str, verify: Verify = "sizes", *, parts: Sequence[str] | None = None, threads: int | None = None):
+    def __init__(
+        self,
+        path: Path | str,
+        verify: Verify = "sizes",
+        *,
+        parts: Sequence[str] | None = None,
+        threads: int | None = None,
+        cache_bytes: int | None = None,
+        cache_folder: Path | str | None = None,
+    ):
         self.path, self.verify = Path(path), verify
-        self.threads = threads or min(4, os.cpu_count() or 1)
+        self._cache = {"cache_bytes": cache_bytes, "cache_folder": cache_folder}
+        self.remote = Remote.of(self.path, **self._cache)
+        self.threads = threads or (16 if self.remote else min(4, os.cpu_count() or 1))
         self.attributes = schema.read_attributes(self.path)
         self.identity: dict[str, Any] = self.attributes["identity"]
         entries = schema.read_index(self.path)["parts"]
@@ -96,7 +109,7 @@ class HiddenStateStore:
             )
         if names:
             schema.check_constants({"parts": entries}, entries[names[0]].get("constants"), self.path)
-        self._parts = [StoredPart(self.path, name, entries[name], verify) for name in names]
+        self._parts = [StoredPart(self.path, name, entries[name], verify, self.remote) for name in names]
         expected = manifest.digest(self.identity)
         for part in self._parts:
             if part.manifest["key"] != expected:
@@ -106,7 +119,7 @@ class HiddenStateStore:
         self._by_hash: dict[bytes, int] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self.path, self.verify, self.parts, self.threads)  # a worker process opens it again
+        return _open, (self.path, self.verify, self.parts, self.threads, self._cache)  # a worker process opens it again
 
     def _map(self) -> Callable[..., Any]:
         """``map``, in this process's own threads: those of the parent do not come along in a fork."""
@@ -301,7 +314,15 @@ class HiddenStateStore:
 
     def _read(self, part: StoredPart, start: int, stop: int, taps: Sequence[int], out: list[np.ndarray]) -> int:
         part.check_content()
-        return sum(array.read(start, stop, taps, view) for array, view in zip(part.arrays, out, strict=True)) if stop > start else 0
+        if stop <= start:
+            return 0
+        try:
+            return sum(array.read(start, stop, taps, view) for array, view in zip(part.arrays, out, strict=True))
+        except StoreDamagedError:
+            if self.remote is None or not self.remote.forget(part.name, part.manifest):
+                raise
+        # what was kept on this host may be the damaged copy
+        return sum(array.read(start, stop, taps, view) for array, view in zip(part.arrays, out, strict=True))
 
     def close(self) -> None:
         """Stop the reading threads."""
@@ -316,8 +337,8 @@ class HiddenStateStore:
         self.close()
 
 
-def _open(path: Path, verify: Verify, parts: list[str], threads: int) -> HiddenStateStore:
-    return HiddenStateStore(path, verify, parts=parts, threads=threads)
+def _open(path: Path, verify: Verify, parts: list[str], threads: int, cache: dict[str, Any]) -> HiddenStateStore:
+    return HiddenStateStore(path, verify, parts=parts, threads=threads, **cache)
 
 
 def _bytes(array: torch.Tensor) -> np.ndarray:

@@ -28,6 +28,7 @@ READER_NEEDED = "0.1"  # oldest release that reads this format version
 GROUP_FILE = "zarr.json"
 INDEX = "index.json"
 LOCK = ".lock"
+REMOTE = "remote.json"  # of a store in an object store, see ``remote``
 PART_KIND = "hidden_states_part"
 PART_NAME = re.compile(r"part-\d{5,}")
 
@@ -39,11 +40,11 @@ SAMPLE_ARRAYS = {"sample_offsets": "int64", "sample_ids": "int64", "sample_hashe
 def is_own(path: Path) -> bool:
     """Whether an entry of the store's folder, not a committed part, is one that this program makes."""
     name = path.name
-    if name in (GROUP_FILE, INDEX):
+    if name in (GROUP_FILE, INDEX, REMOTE):
         return True
     if name == LOCK or re.fullmatch(r"\.part-\d{5,}\.lock", name):
         return path.is_file() and path.stat().st_size == 0
-    return bool(re.fullmatch(r"part-\d{5,}\.partial|\.part-\d{5,}\.work|\.(zarr|index)\.json\.\d+(-\d+)?\.tmp", name))
+    return bool(re.fullmatch(r"part-\d{5,}\.partial|\.part-\d{5,}\.work|\.(zarr|index|remote)\.json\.\d+(-\d+)?\.tmp", name))
 
 
 def part_key(name: str) -> tuple[int, str]:
@@ -66,45 +67,6 @@ def open_lock(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def create_or_open(store_path: Path | str, identity: dict[str, Any]) -> None:
-    """Make an empty store with this identity, or check that the one there has it. Safe to call from many processes.
-
-    Raises:
-        StoreIdentityError: it holds something else; the text names the fields.
-        StoreError: the folder is not a store, or cannot be written.
-    """
-    root = Path(store_path)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        foreign = sorted(
-            path.name for path in root.iterdir() if path.name not in (GROUP_FILE, INDEX, LOCK) and not path.name.endswith(".tmp")
-        )
-        if foreign and not (root / GROUP_FILE).exists():
-            raise StoreError(
-                f"{root}: holds {foreign[0]!r} and is not a store; nothing was touched. Name another root, or move those files away"
-            )
-        if not (root / INDEX).exists():
-            with locked(root / LOCK):
-                if not (root / INDEX).exists():
-                    _create(root, identity)
-    except FileExistsError:
-        raise StoreError(f"{root}: is a file, a store needs a folder; name another root") from None
-    except PermissionError as error:
-        raise StoreError(f"{root}: cannot be written ({error.strerror}); check the folder's owner and mode") from None
-    except OSError as error:
-        raise StoreError(f"{root}: cannot be made ({error.strerror})") from None
-    check_identity(root, identity)
-
-
-def _create(root: Path, identity: dict[str, Any]) -> None:
-    if any(PART_NAME.fullmatch(path.name) for path in root.iterdir()):
-        raise StoreDamagedError(f"{root}: {INDEX} is missing and parts are there; restore it, or call dflash_offline.store.rebuild_index")
-    attributes = {"format": FORMAT, "format_version": FORMAT_VERSION, "reader_needed": READER_NEEDED, "identity": identity}
-    manifest.write_json(root / GROUP_FILE, {"zarr_format": 3, "node_type": "group", "attributes": attributes})
-    group = root / GROUP_FILE
-    write_index(root, {"group": [group.stat().st_size, manifest.checksum(group)], "parts": {}})
 
 
 def read_attributes(root: Path) -> dict[str, Any]:
@@ -180,24 +142,6 @@ def write_index(root: Path, index: dict[str, Any]) -> None:
     for left in Path(root).glob(f".{INDEX}.*.tmp"):  # by a writer killed just here; it held this lock
         left.unlink()
     manifest.write_json(Path(root) / INDEX, {**content, "digest": manifest.digest(content)})
-
-
-def rebuild_index(store_path: Path | str) -> list[str]:
-    """Make the index anew from the parts whose every file is as its manifest says; returns their names.
-
-    For a store whose index was lost. Parts that are not whole stay where they are and are captured again.
-    """
-    root = Path(store_path)
-    read_attributes(root)
-    group, parts = root / GROUP_FILE, {}
-    with locked(root / LOCK):
-        for folder in sorted((path for path in root.iterdir() if PART_NAME.fullmatch(path.name)), key=lambda path: part_key(path.name)):
-            with contextlib.suppress(DFlashError):
-                found = manifest.read_manifest(folder, kind=PART_KIND)
-                if found["name"] == folder.name and not manifest.damaged_files(folder, found, deep=True):
-                    parts[folder.name] = index_entry(found)
-        write_index(root, {"group": [group.stat().st_size, manifest.checksum(group)], "parts": parts})
-    return list(parts)
 
 
 def index_entry(found: dict[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,11 @@ read. A shard file is its encoded chunks one after another, then ``C * K`` pairs
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import google_crc32c
 import numpy as np
@@ -27,6 +27,7 @@ from numcodecs.zstd import Zstd
 from dflash_offline.errors import StoreDamagedError
 
 ABSENT = 2**64 - 1
+ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
 _READ_BYTES = 4 << 20  # most bytes in one read
 _READ_CHUNKS = 500  # most chunks in one read: two buffers each, and the system takes 1024
 _thread = threading.local()  # a compressor and scratch memory of each thread
@@ -163,6 +164,8 @@ def read_meta(folder: Path) -> ArrayMeta:
     """
     path = folder / "zarr.json"
     try:
+        if not path.exists() and (folder / ARRAY_FILE).exists():
+            path = folder / ARRAY_FILE
         raw = json.loads(path.read_bytes())
         shard = tuple(raw["chunk_grid"]["configuration"]["chunk_shape"])
         codecs, chunk, sharded = raw["codecs"], shard, False
@@ -200,11 +203,47 @@ def read_small(folder: Path) -> np.ndarray:
     return np.frombuffer(raw, meta.dtype, int(np.prod(meta.shape))).reshape(meta.shape)
 
 
-class ShardedArray:
-    """Reads token ranges of one ``[T, K, W]`` array. Thread-safe; holds no open file."""
+class ShardFile(Protocol):
+    """A shard file opened for reading; ``str`` of it is its name in messages."""
 
-    def __init__(self, folder: Path):
+    size: int
+
+    def preadv(self, buffers: Sequence[Any], offset: int) -> int:
+        """Fill the buffers, one after another, from byte ``offset`` on; returns how many bytes were there."""
+
+
+class _LocalShard:
+    def __init__(self, path: Path):
+        self._path, self._descriptor = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def preadv(self, buffers: Sequence[Any], offset: int) -> int:
+        return os.preadv(self._descriptor, buffers, offset)
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def __enter__(self) -> "_LocalShard":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+
+class ShardedArray:
+    """Reads token ranges of one ``[T, K, W]`` array. Thread-safe; holds no open file.
+
+    Args:
+        folder: of the array, with its metadata.
+        opener: opens a shard by its path in the array, as a context manager; that file of ``folder`` when left out.
+    """
+
+    def __init__(self, folder: Path, opener: Callable[[str], Any] | None = None):
         self.folder, self.meta = folder, read_meta(folder)
+        self._open = opener or (lambda name: _LocalShard(folder / name))
         if len(self.meta.shape) != 3 or not self.meta.sharded:
             raise StoreDamagedError(
                 f"{folder}: array {folder.name!r} is not a sharded [tokens, taps, width] array; its metadata has been damaged"
@@ -213,14 +252,14 @@ class ShardedArray:
         self.chunk_bytes = self.chunk_tokens * self.meta.shape[2] * self.meta.dtype.itemsize
         self._indexes: dict[int, np.ndarray] = {}
 
-    def _index(self, shard: int, descriptor: int, path: Path) -> np.ndarray:
+    def _index(self, shard: int, file: ShardFile) -> np.ndarray:
         index = self._indexes.get(shard)
         if index is None:
             shape = (self.shard_tokens // self.chunk_tokens, self.meta.shape[1], 2)
             length = int(np.prod(shape)) * 8 + 4
-            raw = os.pread(descriptor, length, max(0, os.fstat(descriptor).st_size - length))
-            if len(raw) != length or _crc32c(raw[:-4]) != raw[-4:]:
-                raise StoreDamagedError(f"{path}: the shard's chunk index is damaged")
+            raw = bytearray(length)
+            if file.preadv([raw], max(0, file.size - length)) != length or _crc32c(bytes(raw[:-4])) != raw[-4:]:
+                raise StoreDamagedError(f"{file}: the shard's chunk index is damaged")
             index = self._indexes[shard] = np.frombuffer(raw, "<u8", length // 8).reshape(shape)
         return index
 
@@ -243,34 +282,34 @@ class ShardedArray:
         return total
 
     def _read_shard(self, shard: int, start: int, stop: int, taps: Sequence[int], out: np.ndarray) -> int:
-        path, size = self.folder / "c" / str(shard) / "0" / "0", self.chunk_tokens
+        name, size = f"c/{shard}/0/0", self.chunk_tokens
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            opened = self._open(name)
         except FileNotFoundError:
-            raise StoreDamagedError(f"{path}: the file is missing; tokens {start} to {stop} of its part cannot be read") from None
-        try:
-            index, base = self._index(shard, descriptor, path), shard * self.shard_tokens
+            raise StoreDamagedError(
+                f"{self.folder / name}: the file is missing; tokens {start} to {stop} of its part cannot be read"
+            ) from None
+        with opened as file:
+            index, base = self._index(shard, file), shard * self.shard_tokens
             wanted = [(c, t) for c in range((start - base) // size, -(-(stop - base) // size)) for t in range(len(taps))]
             pieces = []
             for c, t in wanted:
                 offset, nbytes = map(int, index[c, taps[t]])
                 first, last = max(start, base + c * size), min(stop, base + (c + 1) * size)
-                place = _Piece(path, taps[t], base + c * size, first, last, offset, nbytes, out[t, first - start : last - start])
+                place = _Piece(file, taps[t], base + c * size, first, last, offset, nbytes, out[t, first - start : last - start])
                 if offset == ABSENT:
-                    raise StoreDamagedError(f"{path}: no chunk for {place}; it has been damaged")
+                    raise StoreDamagedError(f"{file}: no chunk for {place}; it has been damaged")
                 pieces.append(place)
             read = self._read_compressed if self.meta.zstd else self._read_raw
-            return sum(read(descriptor, run) for run in _adjacent(pieces))
-        finally:
-            os.close(descriptor)
+            return sum(read(file, run) for run in _adjacent(pieces))
 
-    def _read_raw(self, descriptor: int, run: list["_Piece"]) -> int:
+    def _read_raw(self, file: ShardFile, run: list["_Piece"]) -> int:
         """One read that scatters: whole chunks go straight to where they are wanted, the others by way of the scratch."""
         checks, buffers, bodies = np.empty((len(run), 4), np.uint8), [], []
         spare = _buffer(2 * self.chunk_bytes * (1 + self.meta.shape[1]))
         for i, piece in enumerate(run):
             if piece.nbytes != self.chunk_bytes + 4:
-                raise StoreDamagedError(f"{piece.path}: the chunk of {piece} has {piece.nbytes} bytes, not {self.chunk_bytes + 4}")
+                raise StoreDamagedError(f"{piece.file}: the chunk of {piece} has {piece.nbytes} bytes, not {self.chunk_bytes + 4}")
             if piece.last - piece.first < self.chunk_tokens:
                 body, spare = spare[: self.chunk_bytes], spare[self.chunk_bytes :]
             else:
@@ -278,8 +317,8 @@ class ShardedArray:
             bodies.append(body)
             buffers += [body, checks[i]]
         length = sum(piece.nbytes for piece in run)
-        if os.preadv(descriptor, buffers, run[0].offset) != length:
-            raise StoreDamagedError(f"{run[0].path}: cut short before the end of {run[-1]}")
+        if file.preadv(buffers, run[0].offset) != length:
+            raise StoreDamagedError(f"{run[0].file}: cut short before the end of {run[-1]}")
         for piece, body, check in zip(run, bodies, checks, strict=True):
             if _crc32c(body) != check.tobytes():
                 raise piece.damaged()
@@ -287,12 +326,12 @@ class ShardedArray:
                 piece.out[:] = body.reshape(self.chunk_tokens, -1)[piece.first - piece.token : piece.last - piece.token]
         return length
 
-    def _read_compressed(self, descriptor: int, run: list["_Piece"]) -> int:
+    def _read_compressed(self, file: ShardFile, run: list["_Piece"]) -> int:
         length = sum(piece.nbytes for piece in run)
         held = _buffer(length + self.chunk_bytes)
         buffer, spare = held[:length], held[length:]
-        if os.preadv(descriptor, [buffer], run[0].offset) != length:
-            raise StoreDamagedError(f"{run[0].path}: cut short before the end of {run[-1]}")
+        if file.preadv([buffer], run[0].offset) != length:
+            raise StoreDamagedError(f"{run[0].file}: cut short before the end of {run[-1]}")
         for piece in run:
             raw, buffer = buffer[: piece.nbytes], buffer[piece.nbytes :]
             if _crc32c(raw[:-4]) != raw[-4:].tobytes():
@@ -312,7 +351,7 @@ class ShardedArray:
 class _Piece:
     """What is wanted of one chunk: tokens ``first`` to ``last`` of a tap, into ``out``."""
 
-    path: Path
+    file: ShardFile
     tap: int
     token: int  # first of the chunk
     first: int
@@ -325,7 +364,7 @@ class _Piece:
         return f"tap {self.tap}, tokens from {self.token}"
 
     def damaged(self) -> StoreDamagedError:
-        return StoreDamagedError(f"{self.path}: the chunk of {self} does not fit its checksum; it has been damaged")
+        return StoreDamagedError(f"{self.file}: the chunk of {self} does not fit its checksum; it has been damaged")
 
 
 def _buffer(length: int) -> np.ndarray:

@@ -16,9 +16,11 @@ import torch
 import xxhash
 
 from dflash_offline import manifest
-from dflash_offline.errors import DFlashError, StoreError
+from dflash_offline.errors import DFlashError, StoreDamagedError, StoreError
 from dflash_offline.store import schema
+from dflash_offline.store.objects import MissingObjectError
 from dflash_offline.store.reader import HiddenStateStore
+from dflash_offline.store.remote import Remote, local_names
 from dflash_offline.store.shards import read_meta, read_small
 
 
@@ -60,10 +62,11 @@ def verify(
     root = Path(path)
     problems: list[Problem] = []
     index = _root_problems(root, problems)
+    remote = _remote(root, problems)
     names = sorted(index["parts"] if parts is None else parts, key=schema.part_key)
     total, done = sum(index["parts"].get(name, {}).get("bytes", 0) for name in names), 0
     for name in names:
-        problems += _part_problems(root, name, index["parts"].get(name), deep=deep, identity=index["identity"])
+        problems += _part_problems(root, name, index["parts"].get(name), deep=deep, identity=index["identity"], remote=remote)
         done += index["parts"].get(name, {}).get("bytes", 0)
         if progress is not None:
             progress(done, total)
@@ -107,7 +110,9 @@ def _is_canonical(path: Path) -> bool:
     return raw == (json.dumps(json.loads(raw), indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def _part_problems(root: Path, name: str, entry: dict[str, Any] | None, *, deep: bool, identity: Any) -> list[Problem]:
+def _part_problems(
+    root: Path, name: str, entry: dict[str, Any] | None, *, deep: bool, identity: Any, remote: Remote | None
+) -> list[Problem]:
     folder = root / name
     if not folder.is_dir():
         if (root / f"{name}.partial" / manifest.MANIFEST).exists():
@@ -127,11 +132,34 @@ def _part_problems(root: Path, name: str, entry: dict[str, Any] | None, *, deep:
         problems.append(Problem(name, manifest.MANIFEST, f"belongs to {found['name']}"))
     if identity is not None and found["key"] != manifest.digest(identity):
         problems.append(Problem(name, manifest.MANIFEST, "was captured with another identity than the store's"))
-    for text in manifest.damaged_files(folder, found, deep=deep):
+    damaged = manifest.damaged_files(folder, found, deep=deep) if remote is None else remote.damaged(name, found, deep=deep)
+    for text in damaged:
         file, _, reason = text.partition(": ")
         problems.append(Problem(name, file, reason, _samples_of(folder, file, found["samples"])))
-    extra = {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir()} - {*listed, manifest.MANIFEST}
-    return problems + [Problem(name, file, "not in the manifest") for file in sorted(extra)]
+    there = {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir()}
+    extra = there - {*(listed if remote is None else local_names(listed).values()), manifest.MANIFEST}
+    problems += [Problem(name, file, "not in the manifest") for file in sorted(extra)]
+    if remote is not None:
+        extra = remote.sizes(name).keys() - {*listed, manifest.MANIFEST}
+        problems += [Problem(name, file, f"object in {remote.url} that is not in the manifest") for file in sorted(extra)]
+    return problems
+
+
+def _remote(root: Path, problems: list[Problem]) -> Remote | None:
+    """Where the shard files are, if not in the local folder; the store's own objects are compared with its files."""
+    try:
+        remote = Remote.of(root)
+    except StoreDamagedError as error:
+        problems.append(Problem(None, schema.REMOTE, str(error)))
+        return None
+    for name in (schema.GROUP_FILE, schema.INDEX) if remote is not None else ():
+        try:
+            same = remote.objects.get(name) == (root / name).read_bytes()
+        except (MissingObjectError, FileNotFoundError):
+            same = False
+        if not same:
+            problems.append(Problem(None, name, f"the object in {remote.url} is missing or differs from the local file"))
+    return remote
 
 
 def _samples_of(folder: Path, file: str, samples: int) -> tuple[int, int]:

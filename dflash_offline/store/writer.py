@@ -16,7 +16,7 @@ import errno
 import fcntl
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from dflash_offline.errors import StoreError, StoreFullError
 from dflash_offline.store import schema
 from dflash_offline.store.journal import Journal
 from dflash_offline.store.part_files import SAMPLE, PartShape, write_metadata, write_part_manifest, write_small_arrays
+from dflash_offline.store.remote import Remote
 from dflash_offline.store.shards import write_shard
 from dflash_offline.store.staging import Encoded, Stager
 from dflash_offline.store.values import Norms, check_values
@@ -75,10 +76,12 @@ class PartWriter:
         self.codec: Codec = make_codec(
             store_settings.codec, num_taps=num_taps, hidden_size=hidden_size, zstd=store_settings.zstd, statistics=statistics
         )
+        self.remote = Remote.of(self.root, cache_bytes=store_settings.cache_bytes, cache_folder=store_settings.cache_folder)
         self.shape = PartShape.of(self.codec, store_settings, num_tokens=num_tokens, num_samples=num_samples)
         self.bulk = [array for array in self.codec.arrays if array.bulk]
         self.small = [array for array in self.codec.arrays if not array.bulk]
         self.already_committed, self.resume_sample = False, 0
+        self._uploads: dict[str, Future] = {}
         self._threads, self._resources = threads, contextlib.ExitStack()
 
     def __enter__(self) -> "PartWriter":
@@ -86,9 +89,14 @@ class PartWriter:
             self._lock(resources)
             self.journal = Journal(self.root / f".{self.name}.work", self.partial)
             self._recover()
+            self._uploader = ThreadPoolExecutor(2, f"{self.name}-uploader")
+            resources.callback(self._uploader.shutdown, cancel_futures=True)
             self._compressor: Executor | None = resources.enter_context(ThreadPoolExecutor(self._threads)) if self._threads > 1 else None
             self._writer = resources.enter_context(ThreadPoolExecutor(1, f"{self.name}-writer"))
             self._placer = resources.enter_context(ThreadPoolExecutor(1, f"{self.name}-placer"))
+            if self.remote is not None and not self.already_committed:
+                self.remote.begin(self.name)
+                self._upload(self.journal.files)
             self._resources = resources.pop_all()
         return self
 
@@ -248,11 +256,20 @@ class PartWriter:
                 manifest.fsync_folder(folder)
             files[str(path.relative_to(self.partial))] = list(written)
         self.journal.append(files=files, **noted)
+        self._upload(files)
+
+    def _upload(self, files: Iterable[str]) -> None:
+        if self.remote is not None:
+            for file in files:
+                self._uploads[file] = self._uploader.submit(self.remote.upload, self.name, self.partial, file)
 
     def _wait_for_shard(self) -> None:
         written, self._written = self._written, None
         if written is not None:
             written.result()
+        for upload in list(self._uploads.values()):
+            if upload.done():
+                upload.result()
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -292,13 +309,21 @@ class PartWriter:
         self.already_committed = True
 
     def _publish(self) -> None:
-        """List the part in the index, then rename it. In this order a kill in between leaves nothing unlisted."""
+        """Bring the part to its object store, if any, list it in the index, rename it: a kill in between leaves nothing unlisted."""
         found = manifest.read_manifest(self.partial, kind=schema.PART_KIND)
+        if self.remote is not None:
+            for upload in self._uploads.values():
+                upload.result()
+            self.remote.commit(self.name, self.partial, uploaded=self._uploads)
         with schema.locked(self.root / schema.LOCK):
             index = schema.read_index(self.root)
             schema.check_constants(index, found["constants"], self.root)
             index["parts"][self.name] = schema.index_entry(found)
             schema.write_index(self.root, index)
+            if self.remote is not None:
+                self.remote.put_index()
+        if self.remote is not None:
+            self.remote.thin(self.name, self.partial)
         self.partial.rename(self.target)
         manifest.fsync_folder(self.root)
 

@@ -90,7 +90,8 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
         raise TrainError("[train] kl_weight: training towards the target's distribution is not available; set it to 0")
     corpus = Corpus.open(layout.corpus(keys.corpus_key(config)), deep=True)
     # checksums are read once, by rank 0, before the ranks meet; the others look at sizes
-    store = HiddenStateStore(layout.store(keys.capture_key(config)), verify=config.store.verify if ranks.first else "sizes")
+    verify = config.store.verify if ranks.first else "sizes"
+    store = HiddenStateStore(layout.store(keys.capture_key(config)), verify=verify, **config.store.cache)
     stored = stored_indices(corpus, store)
     wanted = identity.drafter_layer_ids(config)
     order = TrainingOrder(corpus, train, block_size=config.drafter.block_size)

@@ -1,0 +1,196 @@
+"""A folder of an object store, by URL: whole objects put, got, listed, deleted; ranges of them read.
+
+``s3://``, ``gs://``, ``az://`` and their like, ``file://`` go through obstore, any other URL through fsspec. Both are
+optional and imported when a URL is used. Credentials come from the environment or the provider's usual chain, never
+from the URL: a URL ends up in files and logs.
+"""
+
+import contextlib
+import datetime
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_offline.errors import StoreDamagedError, StoreError
+
+_OBSTORE = {"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file"}
+_RETRIES, _RETRY_S = 5, 60
+
+
+class MissingObjectError(StoreDamagedError):
+    """An object that should be there is not."""
+
+
+class Objects(ABC):
+    """Objects below ``url``; names are relative to it, with slashes. Safe to use from several threads."""
+
+    def __init__(self, url: str):
+        self.url = url
+
+    @abstractmethod
+    def put(self, name: str, content: bytes | Path, *, create: bool = False) -> bool:
+        """Write one object whole, from memory or from a file. With ``create`` only if there is none; False if there is."""
+
+    @abstractmethod
+    def get(self, name: str) -> bytes:
+        """One object, whole.
+
+        Raises:
+            MissingObjectError: there is none of that name.
+            StoreError: the store cannot be reached or refuses, in one line; so does every other method.
+        """
+
+    @abstractmethod
+    def ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Any]:
+        """Bytes ``[start, stop)`` of an object for each range, read side by side; buffers."""
+
+    @abstractmethod
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Name and bytes of every object below ``prefix``, a folder's name."""
+
+    @abstractmethod
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; those that are gone already are no error."""
+
+    @contextlib.contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """Turn what the library says into one line. What may hold a signature or a key is cut off."""
+        where = f"{self.url}/{name}" if name else self.url
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:  # obstore and fsspec share no base class below it
+            text = str(error)
+            if "NoSuchBucket" in text or "ContainerNotFound" in text or "specified bucket does not exist" in text:
+                raise StoreError(f"{self.url}: there is no such bucket; create it, or mend [store] url") from None
+            if isinstance(error, FileNotFoundError):
+                raise MissingObjectError(f"{where}: the object is missing") from None
+            line = re.sub(r"\?\S*", "", (text.strip().splitlines() or [type(error).__name__])[0])[:240].rstrip(" :")
+            raise StoreError(
+                f"{where}: the object store cannot be used ({line}); check [store] url, credentials and endpoint of this environment"
+            ) from None
+
+
+def open_objects(url: str) -> Objects:
+    """The folder at ``url``. Nothing is asked of the store yet.
+
+    Raises:
+        StoreError: the package for this kind of URL is not installed, or the URL is none.
+    """
+    scheme = url.partition("://")[0]
+    kind, package = (_Obstore, "obstore") if scheme in _OBSTORE else (_Fsspec, "fsspec")
+    try:
+        return kind(url.rstrip("/"))
+    except ImportError as error:
+        extra = "dflash_offline[objectstore]" if package == "obstore" else error.name or f"the fsspec package for {scheme}://"
+        raise StoreError(f"{url}: needs {error.name or package}, which is not installed; `pip install '{extra}'`") from None
+    except ValueError as error:
+        raise StoreError(f"{url}: not a URL that obstore or fsspec opens ({str(error).splitlines()[0]})") from None
+
+
+class _Obstore(Objects):
+    def __init__(self, url: str):
+        import obstore
+        from obstore.store import from_url
+
+        super().__init__(url)
+        options: dict[str, Any] = {}
+        if not url.startswith("file:"):
+            options["retry_config"] = {"max_retries": _RETRIES, "retry_timeout": datetime.timedelta(seconds=_RETRY_S)}
+        if url.startswith("s3"):
+            endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT", "")
+            if endpoint:
+                options["endpoint"] = endpoint
+            if endpoint.startswith("http://"):
+                options["client_options"] = {"allow_http": True}
+            if "AWS_ACCESS_KEY_ID" not in os.environ and (provider := _boto3_credentials()):
+                options["credential_provider"] = provider
+        elif url.startswith("file:"):
+            options["mkdir"] = True
+        with self._explained(""):
+            self._library, self._store = obstore, from_url(url, **options)
+
+    def put(self, name: str, content: bytes | Path, *, create: bool = False) -> bool:
+        with self._explained(name):
+            try:
+                self._library.put(self._store, name, content, mode="create" if create else "overwrite")
+            except (FileExistsError, self._library.exceptions.AlreadyExistsError):
+                return False
+        return True
+
+    def get(self, name: str) -> bytes:
+        with self._explained(name):
+            return bytes(self._library.get(self._store, name).bytes())
+
+    def ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Any]:
+        with self._explained(name):
+            starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
+            return list(self._library.get_ranges(self._store, name, starts=starts, ends=stops))
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        with self._explained(prefix):
+            return {found["path"]: found["size"] for page in self._library.list(self._store, prefix or None) for found in page}
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(MissingObjectError), self._explained(name):
+                self._library.delete(self._store, name)
+
+
+def _boto3_credentials() -> Any:
+    """The AWS chain with profiles and single sign-on, if boto3 is there and finds something; obstore's own chain else."""
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        return None
+    session = boto3.Session()
+    return Boto3CredentialProvider(session) if session.get_credentials() is not None else None
+
+
+class _Fsspec(Objects):
+    def __init__(self, url: str):
+        import fsspec.core
+
+        super().__init__(url)
+        self._system, path = fsspec.core.url_to_fs(url)
+        self._path = path.rstrip("/")
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}" if name else self._path
+
+    def put(self, name: str, content: bytes | Path, *, create: bool = False) -> bool:
+        path = self._at(name)
+        with self._explained(name):
+            if create and self._system.exists(path):
+                return False
+            self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
+            if isinstance(content, Path):
+                self._system.put_file(str(content), path)
+            else:
+                self._system.pipe_file(path, content)
+        return True
+
+    def get(self, name: str) -> bytes:
+        with self._explained(name):
+            return bytes(self._system.cat_file(self._at(name)))
+
+    def ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Any]:
+        with self._explained(name):
+            return [self._system.cat_file(self._at(name), start=start, end=stop) for start, stop in ranges]
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        with self._explained(prefix):
+            self._system.invalidate_cache()
+            found = self._system.find(self._at(prefix), detail=True)
+            skip = len(self._path) + 1
+            return {name[skip:]: facts["size"] for name, facts in found.items()}
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(MissingObjectError), self._explained(name):
+                self._system.rm_file(self._at(name))
