@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any
 
+from dflash_offline.config import RunConfig
 from dflash_offline.report.facts import Facts
 from dflash_offline.report.page import Block, Code, Heading, Plot, Table, Text
 from dflash_offline.report.plots import slots, training_curves
@@ -238,15 +239,28 @@ def _versions(facts: Facts) -> list[Block]:
 
 def _settings(facts: Facts) -> list[Block]:
     rows = [[name, f"{key}"] for name, key in facts.keys.items()]
-    settings = facts.config.model_dump(mode="json", exclude={"root"})
-    lines = []
-    for section, values in settings.items():
-        lines.append(f"[{section}]")
-        lines += [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]
-        lines.append("")
     return [
         Heading("Keys and settings"),
         Table(["stage", "key"], rows),
         Text(f"All settings of {facts.config.source.name}, defaults included:"),
-        Code("\n".join(lines)),
+        Code(settings_text(facts.config)),
     ]
+
+
+def settings_text(config: RunConfig) -> str:
+    """Every setting of a run file that has a value, defaults included."""
+    lines: list[str] = []
+
+    def section(title: str, values: dict[str, Any]) -> None:
+        lines.append(title)
+        lines.extend(f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None)
+        lines.append("")
+
+    dumped = config.model_dump(mode="json", exclude={"root", "drafters", "hosts"})
+    for name, values in dumped.items():
+        section(f"[{name}]", values)
+    for entry in config.drafters:
+        section("[[drafters]]", entry)
+    for name, host in config.hosts.items():
+        section(f"[hosts.{name}]", host.model_dump(mode="json"))
+    return "\n".join(lines)
