@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 Step = Callable[[int], Tensor]
+Made = tuple[Step, nn.Module]
 
 
 def _rows(work: Any, tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +41,7 @@ def _config(work: Any) -> Any:
     )  # fmt: skip
 
 
-def specforge(folder: Path, work: Any, tensors: Any) -> Step:
+def specforge(folder: Path, work: Any, tensors: Any) -> Made:
     """SpecForge 0.2.0: ``OnlineDFlashModel`` as its trainer runs it, with flex_attention."""
     sys.path.append(str(folder))
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
@@ -71,10 +72,10 @@ def specforge(folder: Path, work: Any, tensors: Any) -> Step:
         loss.backward()
         return loss.detach()
 
-    return step
+    return step, model
 
 
-def speculators(folder: Path, work: Any, tensors: Any) -> Step:
+def speculators(folder: Path, work: Any, tensors: Any) -> Made:
     """speculators 0.9.0: its DFlash model with cross-entropy on the target's tokens."""
     sys.path.append(str(folder))
     from speculators.config import SpeculatorsConfig, VerifierConfig
@@ -113,7 +114,7 @@ def speculators(folder: Path, work: Any, tensors: Any) -> Step:
         loss.backward()
         return loss.detach()
 
-    return step
+    return step, model
 
 
-PEERS: dict[str, Callable[[Path, Any, Any], Step]] = {"specforge-0.2.0": specforge, "speculators-0.9.0": speculators}
+PEERS: dict[str, Callable[[Path, Any, Any], Made]] = {"specforge-0.2.0": specforge, "speculators-0.9.0": speculators}
