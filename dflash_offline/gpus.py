@@ -124,8 +124,7 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[int]:
                 time.sleep(POLL_S)
             except OSError as error:
                 raise ProcessError(f"{path}: this file system has no locks ({error.strerror}); put it on one that has") from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        _name_holder(descriptor)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -137,3 +136,67 @@ def lease(gpus: list[str], say: Callable[[str], None]) -> Iterator[list[int]]:
     with contextlib.ExitStack() as stack:
         names = sorted({lock_name(gpu): gpu for gpu in gpus}.items())
         yield [stack.enter_context(locked(lock_folder() / f"{name}.lock", f"GPU {gpu}", say)) for name, gpu in names]
+
+
+@contextlib.contextmanager
+def any_of(
+    paths: dict[str, Path], count: int, say: Callable[[str], None], *, tick: Callable[[], None] = lambda: None
+) -> Iterator[dict[str, int]]:
+    """Hold ``count`` of several lock files, whichever are free first; nothing is held while waiting.
+
+    Args:
+        paths: lock file by what it locks, for messages ("GPU 5").
+        say: told once when there is something to wait for.
+        tick: called about four times a second while waiting.
+
+    Yields:
+        The descriptor of each lock held, by what it locks.
+    """
+    assert 0 < count <= len(paths)
+    waiting = False
+    while True:
+        with contextlib.ExitStack() as stack:
+            held: dict[str, int] = {}
+            for what, path in paths.items():
+                if len(held) < count and (descriptor := stack.enter_context(try_locked(path))) is not None:
+                    held[what] = descriptor
+            if len(held) == count:
+                yield held
+                return
+        if not waiting:
+            say(f"queued: waits for {count} of {', '.join(paths)}")
+            waiting = True
+        tick()
+        time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def try_locked(path: Path) -> Iterator[int | None]:
+    """Hold the lock file ``path`` if nobody else does; yields its descriptor, or None."""
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = open_shared(path)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stack.close()
+            descriptor = None
+        except OSError as error:
+            raise ProcessError(
+                f"{path}: cannot be locked ({error.strerror}); put it on a file system that has locks, writable for this user"
+            ) from None
+        if descriptor is not None:
+            _name_holder(descriptor)
+        yield descriptor
+
+
+def _name_holder(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+
+def lease_any(
+    gpus: list[str], count: int, say: Callable[[str], None], *, tick: Callable[[], None] = lambda: None
+) -> "contextlib.AbstractContextManager[dict[str, int]]":
+    """Hold the locks of ``count`` of these GPUs (``any_of``); the keys of what is yielded are ``"GPU 5"``."""
+    return any_of({f"GPU {gpu}": lock_folder() / f"{lock_name(gpu)}.lock" for gpu in gpus}, count, say, tick=tick)

@@ -167,6 +167,7 @@ def run_jobs(
     say: Callable[[str], None] = print,
     grace_s: float = 3.0,
     inherit: Sequence[int] = (),
+    leased: bool = False,
     stop_requested: Callable[[], str | None] = lambda: None,
     on_progress: Callable[[dict[str, dict[str, Any]]], None] = lambda states: None,
 ) -> None:
@@ -177,6 +178,7 @@ def run_jobs(
         say: prints one line about the jobs.
         grace_s: seconds between SIGTERM and SIGKILL when the caller is interrupted (not when a job has failed).
         inherit: file descriptors of locks that must outlive the caller if a job does.
+        leased: the locks of the jobs' GPUs are among them; else they are taken here, waiting for whoever holds them.
         stop_requested: polled; a text ends the jobs with that text as the error.
         on_progress: gets the last progress state of each job that has one, about once a second.
 
@@ -188,7 +190,7 @@ def run_jobs(
     except OSError as error:
         raise ProcessError(f"{log_dir}: the log folder cannot be made ({error.strerror}); choose another root in the run file") from None
     with contextlib.ExitStack() as stack:
-        physical = [job.gpu for job in jobs if job.gpu is not None]
+        physical = [job.gpu for job in jobs if job.gpu is not None and not leased]
         descriptors = stack.enter_context(gpus.lease(physical, lambda text: say(f"{jobs[0].name}: {text}")))
         if reason := stop_requested():
             raise ProcessError(reason)

@@ -1,11 +1,13 @@
 """The run-file parameter and the base of all tasks.
 
 A task has two significant parameters: ``config``, the run file, and ``key``, worked out from it (``dflash_offline/
-keys.py``): a changed input is another key, hence another task with another output. Nothing else identifies a task.
+keys.py``): a changed input is another key, hence another task with another output. Nothing else identifies a task, except
+a drafter's name where the run file has several, and a replica's number.
 """
 
 import contextlib
 import functools
+import multiprocessing
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +22,9 @@ from dflash_offline.gpus import locked
 from dflash_offline.inputs import take_stdin
 from dflash_offline.layout import Layout
 from dflash_offline.processes import Job, run_jobs
+from pipelines import terminal
 from pipelines.outcome import Outcome
+from pipelines.places import host_folder
 
 RUN_FILE = "run.toml"
 STOP_GRACE_S = 3.0
@@ -33,17 +37,19 @@ def outcome() -> Outcome:
 
 
 @functools.lru_cache
-def load(path: Path) -> RunConfig:
-    """The run file, read once a process: one command works on one state of it, and on one state of its standard input."""
+def load(path: Path, drafter: str = "") -> RunConfig:
+    """The run file (as a drafter has it), read once a process: one command works on one state of it, and of its standard input."""
+    if drafter:
+        return load(path).for_drafter(drafter)
     config = RunConfig.load(path)
     take_stdin(config, print)
     return config
 
 
 @functools.lru_cache
-def content_key(path: Path, function: Callable[[RunConfig], str]) -> str:
+def content_key(path: Path, function: Callable[[RunConfig], str], drafter: str = "") -> str:
     """A key of ``keys.py``, worked out once a process (it reads parts of the target's weights)."""
-    return function(load(path))
+    return function(load(path, drafter))
 
 
 @contextlib.contextmanager
@@ -85,15 +91,17 @@ class RunTask(luigi.Task):
     )
     key = luigi.Parameter(default="", description="content key, worked out from the run file; do not set it")
 
+    drafter: Any = ""  # a parameter of the tasks that are about one drafter
     stage: ClassVar[str]  # name of the log folder
     task_key: ClassVar[Callable[[RunConfig], str]]  # what `key` holds
     grace_s: ClassVar[float] = STOP_GRACE_S
+    on_every_host: ClassVar[bool] = False  # hosts that share the root run it at the same time, each with its own processes
 
     @classmethod
     def get_param_values(cls, params: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
         values = dict(super().get_param_values(params, args, kwargs))
         with one_line():
-            now = content_key(values["config"], cls.task_key)
+            now = content_key(values["config"], cls.task_key, values.get("drafter", ""))
         if values["key"] not in ("", now):
             raise SystemExit(f"luigi: error: {cls.__name__}: its key is {now} now, not {values['key']}; start the command anew")
         values["key"] = now
@@ -101,14 +109,37 @@ class RunTask(luigi.Task):
 
     @property
     def run_config(self) -> RunConfig:
+        """The run file; of a task about one of several drafters, as that one has it."""
+        return load(self.config, self.drafter)
+
+    @property
+    def whole_config(self) -> RunConfig:
+        """The run file with all its drafters."""
         return load(self.config)
+
+    @property
+    def label(self) -> str:
+        """How messages name the task."""
+        return f"{self.task_family} {self.drafter}" if self.drafter else self.task_family
 
     @property
     def layout(self) -> Layout:
         return Layout(self.run_config.root_dir)
 
     def stage_key(self, function: Callable[[RunConfig], str]) -> str:
-        return content_key(self.config, function)
+        return content_key(self.config, function, self.drafter)
+
+    @property
+    def logs(self) -> Path:
+        """Folder of logs, progress files and locks; one of its own for each host that the run file names."""
+        folder = self.layout.logs(self.stage)
+        return folder / host_folder() if self.on_every_host and self.run_config.names_hosts else folder
+
+    def deps(self) -> Any:
+        """What it depends on. Luigi's main process asks, before it forks, of tasks that are not complete: something will run."""
+        if multiprocessing.parent_process() is None:
+            terminal.follow(self.layout.root)
+        return super().deps()
 
     def jobs(self) -> list[Job]:
         """The processes of this stage."""
@@ -116,7 +147,7 @@ class RunTask(luigi.Task):
 
     def job_name(self) -> str:
         """Name of the task among those of its stage; names its lock file."""
-        return self.stage
+        return f"{self.stage}-{self.drafter}" if self.drafter else self.stage
 
     def run(self) -> None:
         """Run the processes, unless another command has made the output meanwhile; they must leave it complete.
@@ -124,25 +155,40 @@ class RunTask(luigi.Task):
         Raises:
             ProcessError: a process failed, or ended well and left no output.
         """
-        logs = self.layout.logs(self.stage)
-        with one_line_process_errors(logs), contextlib.ExitStack() as stack:
-            logs.mkdir(parents=True, exist_ok=True)
-            lock = locked(logs / f"{self.job_name()}.lock", f"another run of {self.task_family}", self.say)
+        with one_line_process_errors(self.logs), contextlib.ExitStack() as stack:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            lock = locked(self.logs / f"{self.job_name()}.lock", f"another run of {self.label}", self.say)
             descriptor = stack.enter_context(lock)
-            if self.complete():
-                return
-            jobs = self.jobs()
-            run_jobs(
-                jobs,
-                log_dir=logs,
-                say=self.say,
-                grace_s=self.grace_s,
-                inherit=[descriptor],
-                stop_requested=self.stop_requested,
-                on_progress=_Forwarder(self),
-            )
+            if not self.complete():
+                self.run_processes(self.jobs(), inherit=[descriptor])
+
+    def run_processes(self, jobs: list[Job], *, inherit: list[int], leased: bool = False) -> None:
+        """Run the processes to their end; the output must be there then.
+
+        Args:
+            inherit: descriptors of the locks held.
+            leased: the locks of the GPUs are among them.
+
+        Raises:
+            ProcessError: as ``run``.
+        """
+        run_jobs(
+            jobs,
+            log_dir=self.logs,
+            say=self.say,
+            grace_s=self.grace_s,
+            inherit=inherit,
+            leased=leased,
+            stop_requested=self.stop_requested,
+            on_progress=_Forwarder(self),
+        )
+        self.outputs_written()
         if missing := [target.path for target in luigi.task.flatten(self.output()) if not target.exists()]:
-            raise ProcessError(f"{jobs[0].name} ended without an error but left no {missing[0]}; its log is {logs / jobs[0].name}.log")
+            name = jobs[0].name
+            raise ProcessError(f"{name} ended without an error but left no {missing[0]}; its log is {self.logs / name}.log")
+
+    def outputs_written(self) -> None:
+        """Wait for outputs that the processes of another host write."""
 
     def stop_requested(self) -> str | None:
         """A text once this task must end because of another one."""
@@ -177,14 +223,13 @@ def _on_failure(task: RunTask, error: BaseException) -> None:
     else:
         text = f"{type(error).__name__}: {error}"
     kind = "stopped" if isinstance(error, StoppedError | SystemExit) else "failed"
-    outcome().add(kind, task.task_family, text)
+    outcome().add(kind, task.label, text)
 
 
 @RunTask.event_handler(luigi.Event.PROCESS_FAILURE)
 def _on_process_failure(task: RunTask, text: str) -> None:
     """The task's own process died (killed from outside); called in Luigi's main process."""
-    folder = task.layout.logs(task.stage)
-    outcome().add("failed", task.task_family, f"its task process died ({text}; out of memory?); logs are in {folder}")
+    outcome().add("failed", task.label, f"its task process died ({text}; out of memory?); logs are in {task.logs}")
 
 
 class _Forwarder:

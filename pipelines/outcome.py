@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -19,7 +20,7 @@ Kind = Literal["result", "failed", "stopped"]
 @dataclass(frozen=True)
 class Entry:
     kind: Kind
-    task: str  # task family
+    task: str  # task family, and the drafter where there are several
     text: str
 
 
@@ -29,6 +30,7 @@ class Outcome:
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115 - lives as long as the process
         self._owner = os.getpid()
+        self.when_failed: Callable[[], str] = str  # what there is nevertheless
         atexit.register(self._last_words)
 
     def add(self, kind: Kind, task: str, text: str) -> None:
@@ -50,6 +52,8 @@ class Outcome:
         for entry in entries:
             if entry.kind == "result":
                 print(entry.text, flush=True)
+        if any(entry.kind == "failed" for entry in entries) and (text := self.when_failed()):
+            print(text, flush=True)
         for entry in entries:
             if entry.kind == "failed":
                 print(f"luigi: error: {entry.task}: {entry.text}", file=sys.stderr, flush=True)

@@ -6,10 +6,10 @@
     PrepareCorpus          conversations -> token ids, loss masks, buckets; and the plan of what to capture
       CaptureReplica x N   one target-model process each; together they fill the store, part by part
         CaptureHiddenStates
-          TrainDrafter     one process per rank, started together
+          TrainDrafter     one process per rank, started together; with [[drafters]] one task for each
             ExportDrafter      the drafter as servers load it
             EvaluateDrafter    draft and verify with the real target
-              WriteReport
+              WriteReport      ranks the drafters
                 DFlashAll
 
 A stage's output is the manifest it writes last, never a folder. Keys are in the paths, so a changed setting makes
@@ -17,18 +17,33 @@ another output and an unchanged one is never made again. Models run as ``python 
 """
 
 import socket
+import time
 from pathlib import Path
 
 import luigi
 
 from dflash_offline import keys
-from dflash_offline.config import Gpus, RunConfig
-from dflash_offline.gpus import resolve
+from dflash_offline.config import RunConfig
 from dflash_offline.manifest import MANIFEST, read_json
 from dflash_offline.processes import Job
+from dflash_offline.report.ranking import Ranked, ranked
 from pipelines.base import RunTask, StoppedError, one_line, outcome
+from pipelines.drafters import LOOK_AGAIN_S, DrafterTask
+from pipelines.places import (
+    Held,
+    Share,
+    capture_gpus,
+    evaluate_gpu,
+    evaluate_gpus,
+    evaluation_share,
+    node_of_this_host,
+    regenerate_gpus,
+    train_gpus,
+    training_share,
+)
 
 CHECKPOINT_GRACE_S = 120.0
+SEEN_ELSEWHERE_S = 120.0  # files of another host: network file systems show them late
 
 
 def plan_key(config: RunConfig) -> str:
@@ -41,6 +56,7 @@ class RegenerateResponses(RunTask):
 
     stage = "regenerate"
     task_key = staticmethod(keys.regenerate_key)
+    on_every_host = True
 
     def output(self) -> luigi.LocalTarget:
         return target(self.layout.regeneration(self.key) / MANIFEST)
@@ -83,6 +99,7 @@ class CaptureReplica(RunTask):
 
     stage = "capture"
     task_key = staticmethod(plan_key)
+    on_every_host = True
     replica = luigi.IntParameter(description="number of this replica, from 0")
     replicas = luigi.IntParameter(description="replicas in all")
 
@@ -127,61 +144,110 @@ class CaptureHiddenStates(luigi.WrapperTask, RunTask):
         """Nothing of its own."""
 
 
-class TrainDrafter(RunTask):
-    """Train from the store: one process per rank, together. A rank that dies takes the others with it."""
+class TrainDrafter(DrafterTask):
+    """Train from the store: one process per rank, together. A rank that dies takes the others with it.
+
+    With [train] nodes every one of them starts its own ranks; the first node's write the drafter.
+    """
 
     stage = "train"
     task_key = staticmethod(keys.train_key)
     grace_s = CHECKPOINT_GRACE_S
 
+    @property
+    def on_every_host(self) -> bool:  # type: ignore[override]
+        return bool(self.run_config.train.nodes)
+
     def requires(self) -> luigi.Task:
         with one_line():  # a GPU that is not there is said now, not after days of capture
-            train_gpus(self.run_config)
+            if self.drafter:
+                self.share()
+            elif not self.waits_for_nodes:
+                train_gpus(self.run_config)
         return CaptureHiddenStates(config=self.config)
 
     def output(self) -> luigi.LocalTarget:
         return target(self.layout.drafter(self.key) / MANIFEST)
 
+    @property
+    def waits_for_nodes(self) -> bool:
+        """Whether other hosts train it, and this one does not."""
+        return bool(self.run_config.train.nodes) and node_of_this_host(self.run_config) is None
+
+    def run(self) -> None:
+        if not self.waits_for_nodes:
+            super().run()
+            return
+        nodes = ", ".join(self.run_config.train.nodes)
+        self.say(f"train: this host is not in [train] nodes; it waits for the drafter that {nodes} train")
+        while not self.complete():
+            time.sleep(LOOK_AGAIN_S)
+
+    def share(self) -> Share:
+        return training_share(self.whole_config, self.drafter, locks=self.logs)
+
+    def jobs_on(self, held: Held, *, peers: int) -> list[Job]:
+        return self._ranks(held.gpus, peers=peers)
+
     def jobs(self) -> list[Job]:
-        config = self.run_config
-        devices = train_gpus(config)
+        devices = train_gpus(self.run_config)
+        return self._ranks(devices, peers=len(devices))
+
+    def _ranks(self, devices: list[str | None], *, peers: int) -> list[Job]:
+        first, size, address, port = 0, len(devices), "127.0.0.1", 0
+        if (node := node_of_this_host(self.run_config)) is not None:
+            first, size, address, port = node.first_rank, node.world_size, node.address, node.port
+            self.say(
+                f"train: node {node.number + 1} of {len(self.run_config.train.nodes)}, "
+                f"{len(devices)} of {size} ranks, which meet at {address}:{port}"
+            )
         world = {
-            "WORLD_SIZE": str(len(devices)),
+            "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(len(devices)),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port or free_port()),
         }
         return [
             stage_job(
                 self,
                 "train",
                 key=self.key,
-                name=f"train-{rank}",
+                name=f"{self.job_name()}-{first + local}",
                 gpu=gpu,
-                peers=len(devices),
-                environment={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                peers=peers,
+                environment={**world, "RANK": str(first + local), "LOCAL_RANK": str(local)},
             )
-            for rank, gpu in enumerate(devices)
+            for local, gpu in enumerate(devices)
         ]
 
+    def outputs_written(self) -> None:
+        """The first node writes the drafter, which the others may see a little later than their ranks end."""
+        node = node_of_this_host(self.run_config)
+        end = time.monotonic() + SEEN_ELSEWHERE_S
+        while node is not None and node.number and not self.complete() and time.monotonic() < end:
+            time.sleep(0.5)
 
-class ExportDrafter(RunTask):
+
+class ExportDrafter(DrafterTask):
     """Write the drafter in the forms that servers load, and check them."""
 
     stage = "export"
     task_key = staticmethod(keys.export_key)
 
     def requires(self) -> luigi.Task:
-        return TrainDrafter(config=self.config)
+        return TrainDrafter(config=self.config, drafter=self.drafter)
 
     def output(self) -> luigi.LocalTarget:
         return target(self.layout.export(self.key) / MANIFEST)
 
+    def run(self) -> None:
+        RunTask.run(self)  # needs no GPU, so it waits for none
+
     def jobs(self) -> list[Job]:
-        return [stage_job(self, "export", key=self.key)]
+        return [stage_job(self, "export", key=self.key, name=self.job_name())]
 
 
-class EvaluateDrafter(RunTask):
+class EvaluateDrafter(DrafterTask):
     """Draft and verify with the real target: acceptance length, speed, and that the text is the target's own."""
 
     stage = "evaluate"
@@ -189,11 +255,20 @@ class EvaluateDrafter(RunTask):
 
     def requires(self) -> luigi.Task:
         with one_line():
-            evaluate_gpu(self.run_config)
-        return TrainDrafter(config=self.config)
+            if self.drafter:
+                self.share()
+            else:
+                evaluate_gpu(self.run_config)
+        return TrainDrafter(config=self.config, drafter=self.drafter)
 
     def output(self) -> luigi.LocalTarget:
         return target(self.layout.evaluation(self.key) / MANIFEST)
+
+    def share(self) -> Share:
+        return evaluation_share(self.whole_config, self.drafter, locks=self.layout.logs("train"))
+
+    def jobs_on(self, held: Held, *, peers: int) -> list[Job]:
+        return [stage_job(self, "evaluate", key=self.key, name=self.job_name(), gpu=held.gpus[0], peers=peers)]
 
     def jobs(self) -> list[Job]:
         return [stage_job(self, "evaluate", key=self.key, gpu=evaluate_gpu(self.run_config))]
@@ -206,7 +281,8 @@ class WriteReport(RunTask):
     task_key = staticmethod(keys.report_key)
 
     def requires(self) -> list[luigi.Task]:
-        return [ExportDrafter(config=self.config), EvaluateDrafter(config=self.config)]
+        names = self.run_config.drafter_names or [""]
+        return [kind(config=self.config, drafter=name) for kind in (ExportDrafter, EvaluateDrafter) for name in names]
 
     def output(self) -> luigi.LocalTarget:
         return target(self.layout.report(self.key) / MANIFEST)
@@ -227,24 +303,36 @@ class DFlashAll(luigi.WrapperTask, RunTask):
         outcome().add("result", self.task_family, self.results())
 
     def results(self) -> str:
-        """Where the drafter and the report are, and the acceptance length."""
-        layout, config = self.layout, self.run_config
-        found = read_json(layout.evaluation(self.stage_key(keys.evaluate_key)) / "results.json")
-        export = layout.export(self.stage_key(keys.export_key))
-        length = found["overall"]["acceptance_length"]
+        """Where the drafter and the report are, and the acceptance length; of several drafters the best one's, then all by rank."""
+        found = ranked(self.run_config)
+        best = found[0]
+        length = best.length
         lines = [
-            f"drafter: {shown(export / config.export.formats[0])}",
-            f"report: {shown(layout.report(self.key) / 'report.html')}",
+            f"drafter: {shown(best.export / best.config.export.formats[0])}",
+            f"report: {shown(self.layout.report(self.key) / 'report.html')}",
             "acceptance length: not measured, [evaluate] prompts names no file" if length is None else f"acceptance length: {length:.2f}",
         ]
-        if evaluate_gpus(config) == "cpu":
+        if best.name:
+            lines += [f"best of {len(found)} drafters: {best.name}", *ranking_lines(found)]
+        if evaluate_gpus(best.config) == "cpu":
             lines.append("(on a CPU, drafting shows no speed-up: it is the acceptance length that carries over to a GPU)")
         return "\n".join(lines)
+
+
+@DFlashAll.event_handler(luigi.Event.DEPENDENCY_MISSING)
+def _incomplete(task: DFlashAll) -> None:
+    if task.run_config.drafters:  # one that fails takes nothing from the others
+        outcome().when_failed = lambda: "\n".join(ranking_lines(ranked(task.run_config)))
 
 
 @DFlashAll.event_handler(luigi.Event.DEPENDENCY_PRESENT)
 def _already_complete(task: DFlashAll) -> None:
     outcome().add("result", task.task_family, f"nothing to do, everything is there\n{task.results()}")
+
+
+def ranking_lines(found: list[Ranked]) -> list[str]:
+    """A line for each evaluated drafter, best first."""
+    return [f"{rank}. {one.name}: {one.figures()}, {shown(one.export / one.config.export.formats[0])}" for rank, one in enumerate(found, 1)]
 
 
 def target(path: Path) -> luigi.LocalTarget:
@@ -254,36 +342,6 @@ def target(path: Path) -> luigi.LocalTarget:
 def shown(path: Path) -> str:
     """A path as a user would type it: relative where it is below the current folder."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def capture_gpus(config: RunConfig) -> list[str | None]:
-    """The GPU of each replica."""
-    return resolve(config.target.gpus, config.target.replicas, where="[target] gpus")
-
-
-def train_gpus(config: RunConfig) -> list[str | None]:
-    """The GPU of each rank."""
-    return resolve(config.train.gpus, config.train.ranks, where="[train] gpus")
-
-
-def regenerate_gpus(config: RunConfig) -> list[str | None]:
-    """The GPU of each process that answers; servers are asked by one process."""
-    section = config.regenerate
-    if section.backend == "server":
-        return [None]
-    gpus, where = (config.target.gpus, "[target] gpus") if section.gpus is None else (section.gpus, "[regenerate] gpus")
-    return resolve(gpus, section.replicas, where=where)
-
-
-def evaluate_gpus(config: RunConfig) -> Gpus:
-    """GPUs of the evaluation, of which the first is used; those of training when left out."""
-    return config.train.gpus if config.evaluate.gpus is None else config.evaluate.gpus
-
-
-def evaluate_gpu(config: RunConfig) -> str | None:
-    """The GPU of the evaluation."""
-    where = "[train] gpus" if config.evaluate.gpus is None else "[evaluate] gpus"
-    return resolve(evaluate_gpus(config), where=where)[0]
 
 
 def stage_job(
@@ -297,8 +355,9 @@ def stage_job(
     peers: int = 1,
     environment: dict[str, str] | None = None,
 ) -> Job:
-    """``python -m dflash_offline.STAGE --config FILE --key KEY OPTIONS``."""
-    arguments = ["--config", str(task.config), "--key", key, *(options or [])]
+    """``python -m dflash_offline.STAGE --config FILE [--drafter NAME] --key KEY OPTIONS``."""
+    drafter = ["--drafter", task.drafter] if task.drafter else []
+    arguments = ["--config", str(task.config), *drafter, "--key", key, *(options or [])]
     return Job(name or stage, f"dflash_offline.{stage}", arguments, gpu=gpu, peers=peers, environment=environment or {})
 
 
