@@ -5,6 +5,8 @@ import gzip
 import json
 import lzma
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,8 +84,14 @@ def write_table(path: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize("kind", ["parquet", "arrow file", "arrow stream"])
 def test_tables_are_recognised_by_content(tmp_path: Path, kind: str) -> None:
     found = read(write_table(tmp_path / "corpus.jsonl", kind, ROWS))
-    assert [row for _, row in found] == ROWS  # other columns were not loaded
+    assert [row for _, row in found] == [row | {"id": i} for i, row in enumerate(ROWS)]  # other columns were not loaded
     assert [line for line, _ in found] == list(range(1, 701))
+
+
+def test_a_table_of_prompts_is_read(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i}", "system": "s"} for i in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c")
+    assert [row for _, row in read(tmp_path / "c")] == rows
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow file", "arrow stream"])
@@ -143,6 +151,49 @@ def test_invalid_bytes_in_an_array_reject_their_row_only(tmp_path: Path) -> None
     assert found[0] == ROWS[0] and found[2] == ROWS[2] and found[1].reason == "invalid UTF-8"
 
 
+@pytest.mark.parametrize("malformed", ["{'role': 'user'}", '{"b": 2,}', '{"b": 2 /* two */}', "{}, bare", '{"b" "\\"}"}'])
+def test_a_malformed_item_of_an_array_rejects_that_row_only(tmp_path: Path, malformed: str) -> None:
+    first, last = (json.dumps(row) for row in ROWS[:2])
+    found = read(write(tmp_path / "c", f"[{first},\n{malformed},\n{last}]".encode()))
+    assert found[0] == (1, ROWS[0])
+    rejected = [(line, row.reason) for line, row in found if isinstance(row, RowRejected)]
+    assert rejected == [(2, "invalid JSON")]
+    if malformed != "{}, bare":  # without brackets of its own it takes the next row with it
+        assert found[-1] == (3, ROWS[1]) and len(found) == 3
+
+
+@pytest.mark.parametrize("layout", ["array", "pretty objects"])
+def test_a_giant_value_is_passed_over_without_being_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(reading, "MAX_ROW_BYTES", 5000)
+    giant = {"messages": ['brackets ]}"[{ \\" and \\ quotes', {"nested": "x" * 997 + "\\"}] * 40, "last": "\\"}
+    rows = [ROWS[0], giant, ROWS[1], giant]
+    text = json.dumps(rows, indent=1) if layout == "array" else "\n".join(json.dumps(row, indent=1) for row in rows)
+    found = [row.reason if isinstance(row, RowRejected) else row for _, row in read(write(tmp_path / "c", text.encode()))]
+    assert found == [ROWS[0], "row too long to read", ROWS[1], "row too long to read"]
+
+
+@pytest.mark.long
+def test_a_row_of_200_megabytes_takes_little_memory(tmp_path: Path) -> None:
+    """One JSON line, and one item of an array: passed over, in less than 300 MB more than before."""
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom dflash_offline.corpus.reading import decode_block, read_file\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\nbefore = peak()\n"
+        "rows = [row for block in read_file(Path(sys.argv[1]), 0) for _, row in decode_block(block) if row is not None]\n"
+        "print(len(rows), getattr(rows[1], 'reason', None), peak() - before)"
+    )
+    row = json.dumps(ROWS[0]).encode()
+    for before, between, after in ((b"", b"\n", b"\n"), (b"[", b",", b"]")):
+        with (tmp_path / "c").open("wb") as file:
+            file.write(before + row + between + b'{"messages": "')
+            for _ in range(200):
+                file.write(b"x" * 1_000_000)
+            file.write(b'"}' + between + row + after)
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], capture_output=True, text=True, check=True)
+        count, *reason, extra = done.stdout.split()
+        assert (count, " ".join(reason)) == ("3", "row too long to read") and int(extra) < 300_000_000
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -152,7 +203,8 @@ def test_invalid_bytes_in_an_array_reject_their_row_only(tmp_path: Path) -> None
         (b"\x89PNG\r\n\x1a\n0000", "no known format"),
         (json.dumps(ROWS).encode()[:-30], "cannot be read"),
         (json.dumps(ROWS).encode()[:-1], "has no end"),
-        (b'[{"a": 1}, {"b": 2,}]', "row 2 cannot be read"),
+        (b'[{"a": 1}, {"b": 2', "row 2 cannot be read"),
+        (b'[{"a": 1}, {"b": 2}} , {"c": 3}]', "row 3 cannot be read"),
         (b'[{"a": 1}]\n[{"a": 1}]', "more data after the end"),
         (gzip.compress(LINES)[:-500], "damaged or cut short"),
         (lzma.compress(LINES)[:-50], "damaged or cut short"),

@@ -2,7 +2,8 @@
 
 In reading order:
 
-- ``reading``    files of any format -> blocks of raw rows; ``unpacking`` gzip, bz2, xz, zstd; ``tables`` Parquet, Arrow
+- ``reading``    files of any format -> blocks of raw rows; ``unpacking`` gzip, bz2, xz, zstd; ``tables`` Parquet, Arrow;
+  ``values`` JSON that is not one row a line
 - ``schema``     one row of any known shape -> ``Conversation``
 - ``template``   the target's chat template and tokenizer; control strings in messages stay text
 - ``masking``    which tokens the target itself would generate

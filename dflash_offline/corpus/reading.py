@@ -19,6 +19,7 @@ from typing import IO, Any
 from dflash_offline.corpus.schema import RowRejected
 from dflash_offline.corpus.tables import read_table
 from dflash_offline.corpus.unpacking import Source, chunks, unpack
+from dflash_offline.corpus.values import Values
 from dflash_offline.errors import CorpusError
 
 BLOCK_BYTES = 1 << 20
@@ -28,7 +29,6 @@ _UTF16_OR_32 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 _NO_DATA = re.compile(
     r"(dataset_info|dataset_dict|state|dataset_infos)\.json|.*\.(md|rst|png|jpe?g|pdf|py|ya?ml|toml|lock)|licen[cs]e.*|notice.*", re.I
 )
-_SPACE = re.compile(r"[ \t\r\n\ufeff]*")
 
 
 @dataclass
@@ -112,7 +112,9 @@ def _read_text(source: Source, file: IO[bytes], file_index: int) -> Iterator[Blo
     if layout == "lines":
         yield from _read_lines(source, rest(), file_index, newline)
     else:
-        yield from _read_values(source, rest(), file_index, array=layout == "array")
+        values = Values(source.path, rest(), array=layout == "array", block_bytes=BLOCK_BYTES, max_row_bytes=MAX_ROW_BYTES)
+        for line, items in values:
+            yield Block(file_index, "items" if items else "long", items, line, source.position)
 
 
 def _layout(first: bytes, text: bytes, *, at_end: bool) -> str:
@@ -121,7 +123,7 @@ def _layout(first: bytes, text: bytes, *, at_end: bool) -> str:
     if text.startswith(b"["):
         # a list of messages is a row by itself, so these are lines; a list of rows is the array
         try:
-            item = decoder.raw_decode(text.decode("utf-8", "replace"), _SPACE.match(text.decode("utf-8", "replace"), 1).end())[0]  # type: ignore[union-attr]
+            item = decoder.raw_decode(text[1:].decode("utf-8", "replace").lstrip(" \t\r\n\ufeff"))[0]
         except ValueError:
             return "array"
         return "lines" if isinstance(item, dict) and ("role" in item or "from" in item) else "array"
@@ -159,71 +161,6 @@ def _read_lines(source: Source, blocks: Iterator[bytes], file_index: int, newlin
         yield Block(file_index, "long", b"", line, source.position)
     elif kept:
         yield Block(file_index, "lines", kept, line, source.position, newline)
-
-
-def _read_values(source: Source, blocks: Iterator[bytes], file_index: int, *, array: bool) -> Iterator[Block]:
-    """JSON values one after another, or the items of one array. Each goes on as its own bytes."""
-    decode = codecs.getincrementaldecoder("utf-8")("surrogateescape")  # bad bytes come back as they were, in their row
-    decoder = json.JSONDecoder()
-    text, at, line, ended = "", 0, 1, False
-    items: list[tuple[int, bytes]] = []
-    size, number, opened = 0, 0, not array
-
-    def more() -> None:
-        nonlocal text, at, ended
-        wanted, text, at = max(BLOCK_BYTES, len(text) - at), text[at:], 0  # doubling: a long row is not scanned over and over
-        parts = [text]
-        while wanted > 0 and not ended:
-            chunk = next(blocks, None)
-            if chunk is None:
-                ended = True
-                parts.append(decode.decode(b"", final=True))
-            else:
-                parts.append(decode.decode(chunk))
-                wanted -= len(chunk)
-        text = "".join(parts)
-
-    while True:
-        start = at
-        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-        if at < len(text) and (array and ((not opened and text[at] == "[") or (number and text[at] == ","))):
-            opened, at = True, _SPACE.match(text, at + 1).end()  # type: ignore[union-attr]
-        line += text.count("\n", start, at)
-        if at >= len(text):
-            if ended:
-                if array:
-                    raise CorpusError(f"{source.path}: the JSON array has no end; the file was cut after row {number} (line {line})")
-                break
-            more()
-            continue
-        if array and text[at] == "]":
-            break
-        try:
-            end = decoder.raw_decode(text, at)[1]
-        except (ValueError, RecursionError) as error:
-            if not ended and len(text) - at <= MAX_ROW_BYTES:
-                more()
-                continue
-            reason = (
-                "the file ends inside it"
-                if ended and isinstance(error, ValueError)
-                else f"longer than {MAX_ROW_BYTES >> 20} MiB, or not JSON"
-            )
-            detail = f"{error.msg}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
-            raise CorpusError(
-                f"{source.path}:{line}: row {number + 1} cannot be read ({detail}: {reason}); repair the file, or write it as JSON lines"
-            ) from None
-        item = text[at:end].encode("utf-8", "surrogateescape")
-        items.append((line, item))
-        line += text.count("\n", at, end)
-        size, number, at = size + len(item), number + 1, end
-        if size >= BLOCK_BYTES:
-            yield Block(file_index, "items", items, items[0][0], source.position)
-            items, size = [], 0
-    if items:
-        yield Block(file_index, "items", items, items[0][0], source.position)
-    if text[at + 1 :].strip() or any(chunk.strip() for chunk in blocks):  # nothing is left out in silence
-        raise CorpusError(f"{source.path}:{line}: more data after the end of the JSON array; keep one array, or write JSON lines")
 
 
 def decode_block(block: Block) -> Iterator[tuple[int, Any]]:
