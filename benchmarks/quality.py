@@ -7,7 +7,8 @@ Parts, each of which replaces its own entry of the result file; several calls, a
 ``specforge``  SpecForge 0.2.0's model and loss on the micro-batches of ``equal``, with its own optimiser settings
 ``equal``      this project: the same steps, tokens, anchors and learning rate
 ``time``       this project with recipe ``RECIPES["time"]`` for the seconds that SpecForge trained; ``time-NAME`` others
-``codec-NAME`` this project, the first rows, a short run from a store with that codec, the same seed everywhere
+``codec-NAME`` this project, the first rows, a short run from a store with that codec, the same seed everywhere;
+               ``codec-lossless-fp8``: with the head's products in fp8
 =============  ==============================================================================================
 
     python benchmarks/quality.py --responses FILE --prompts DIR --root DIR prepare equal time codec-int8
@@ -214,14 +215,14 @@ class Bench:
         return step_s, steps
 
     def codec(self, name: str) -> dict[str, Any]:
-        """A short run from the first rows, coded with ``name``."""
+        """A short run from the first rows, coded with ``name``; ``NAME-fp8`` computes the head's products in fp8 as well."""
         from dflash_offline.store import summary
 
-        source = self.prepare()
-        short = {"epochs": self.options.codec_epochs, "rows": self.options.codec_rows} | MODERN
-        config = run_file(self.options, f"codec-{name}", codec=name, **short, **self.limit())
+        source, (codec, _, head) = self.prepare(), name.partition("-")
+        short = {"epochs": self.options.codec_epochs, "rows": self.options.codec_rows, "head_precision": head or "bf16"} | MODERN
+        config = run_file(self.options, f"codec-{name}", codec=codec, **short, **self.limit())
         self.corpus(config)
-        if name != "lossless":
+        if codec != "lossless":
             recode(source, config, self.device)
         found = summary(Layout(config.root_dir).store(keys.capture_key(config)))
         sizes = {each: found[each] for each in ("bytes_per_token", "ratio", "tokens")}
