@@ -15,12 +15,23 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dflash_offline.errors import DFlashError
 from dflash_offline.manifest import read_json, write_json
 
+# stages in their order, and what ``done`` and ``total`` of their processes count
+UNITS = {
+    "regenerate": "conversations",
+    "corpus": "bytes",
+    "capture": "parts",
+    "train": "steps",
+    "export": "forms",
+    "evaluate": "prompts",
+    "report": "reports",
+}
 MIN_INTERVAL_S = 0.5
 KEPT_WARNINGS = 5
 COMMAND = "DFLASH_COMMAND"  # environment: pid of the command that all processes of a run descend from
@@ -102,3 +113,15 @@ def read_progress(path: Path) -> dict[str, Any] | None:
         if isinstance(state, dict) and {"done", "total", "text", "time", "pid", "numbers"} <= state.keys():
             return state
     return None
+
+
+def sum_of_rates(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Of the numbers of several processes: rates (``..._per_s``) add up, the time left (``eta_s``) is that of the slowest."""
+    total: dict[str, float] = {}
+    for each in numbers:
+        for name, value in each.items():
+            if name.endswith("_per_s"):
+                total[name] = total.get(name, 0.0) + value
+            elif name == "eta_s":
+                total[name] = max(total.get(name, 0.0), value)
+    return total

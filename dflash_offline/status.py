@@ -4,10 +4,10 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,11 @@ from dflash_offline.config import RunConfig
 from dflash_offline.errors import DFlashError
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_json, read_manifest
-from dflash_offline.progress import read_progress
+from dflash_offline.progress import UNITS, read_progress, sum_of_rates
+from dflash_offline.watch import hosts as host_files
+from dflash_offline.watch.gpus import GpuReader
 
-# what ``done`` and ``total`` of a stage's processes count
-_UNITS = {
-    "regenerate": "conversations",
-    "corpus": "bytes",
-    "capture": "parts",
-    "train": "steps",
-    "export": "forms",
-    "evaluate": "prompts",
-    "report": "reports",
-}
+_SHOWN_WARNINGS = 5
 _STALE_S = 600.0  # a progress file that is older belongs to a process that is gone or hangs
 
 
@@ -41,6 +34,8 @@ class Process:
         key: content key of its stage; None before it was known.
         of_this_run: False where the key is another one than the run file leads to now: a process of another run file.
         unit: what ``done`` and ``total`` count.
+        host: where it runs; ``gpu``: the physical id of its GPU there, None on the CPU.
+        warnings: its last ones, each with its time (unix seconds).
     """
 
     name: str
@@ -55,30 +50,43 @@ class Process:
     key: str | None = None
     of_this_run: bool = True
     unit: str = ""
+    host: str = ""
+    gpu: str | None = None
     numbers: dict[str, float] = field(default_factory=dict)
+    warnings: list[tuple[float, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Stage:
     """One stage of the run: ``state`` is complete, running, partial, pending, deleted (a store whose drafter is trained)
-    or unknown (the run file does not say enough for its key)."""
+    or unknown (the run file does not say enough for its key). ``numbers``: rates of its processes together, and the time
+    left. ``drafter``: its name where the run file has several."""
 
     name: str
     key: str | None
     folder: str | None
     state: str
     detail: str
+    numbers: dict[str, float] = field(default_factory=dict)
+    drafter: str = ""
 
 
 @dataclass(frozen=True)
 class Status:
-    """All of it; ``to_dict`` for ``--json``."""
+    """All of it; ``to_dict`` for ``--json``.
+
+    Attributes:
+        hosts: this one, and the others that compute under the root now (``watch/hosts.py``).
+        trainings: the last logged step by drafter (an empty name for the only one); ``training`` is that of the only one.
+        warnings: faults of the run file, errors and the last warnings of its processes.
+    """
 
     root: str
     stages: list[Stage]
     processes: list[Process]
-    gpus: list[dict[str, Any]]
+    hosts: list[dict[str, Any]]
     training: dict[str, Any] | None
+    trainings: dict[str, dict[str, Any]]
     warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,48 +96,104 @@ class Status:
 def read_status(config: RunConfig) -> Status:
     """Work out the keys of the run file as it is now and look what is there."""
     layout = Layout(config.root_dir)
-    processes = running_processes(layout)
     warnings: list[str] = []
-    stages: list[Stage] = []
-    capture_key = corpus_key = train_key = None
-    for name, key_of, folder_of in _stages(layout, regenerates=config.regenerates):
+    known: list[tuple[_Place, str | None]] = []
+    for place in _places(layout, config):
         try:
-            key = key_of(config)
+            known.append((place, place.key_of(place.config)))
         except DFlashError as error:
             if str(error) not in warnings:  # the same fault of the run file mostly stops every stage
                 warnings.append(str(error))
-            stages.append(Stage(name, None, None, "unknown", ""))
-            continue
-        folder = folder_of(key)
-        detail, complete = "", False
-        if name == "corpus":
-            corpus_key = key
-        if name == "capture":
-            capture_key = key
-            complete, detail = _capture_detail(layout, capture_key, corpus_key)
-        else:
-            if name == "train":
-                train_key = key
-            if (folder / MANIFEST).exists():
-                try:
-                    detail, complete = _detail(name, read_manifest(folder)), True
-                except DFlashError as error:
-                    warnings.append(str(error))
-        processes = [_claimed(process, key) if process.stage == name else process for process in processes]
-        mine = [process for process in processes if process.stage == name and process.of_this_run and _seems_alive(process)]
-        state = "complete" if complete else "running" if mine else "partial" if _has_content(folder) else "pending"
-        stages.append(Stage(name, key, str(folder), state, detail))
-    stages = [_without_store(stage, layout, capture_key, train_key) if stage.name == "capture" else stage for stage in stages]
-    training = last_metrics(layout.drafter(train_key) / "metrics.jsonl") if train_key else None
+            known.append((place, None))
+    keys_of = {name: {key for place, key in known if place.stage == name} for name in UNITS}
+    processes = [replace(process, of_this_run=_is_of(process, keys_of)) for process in running_processes(layout)]
+    corpus_key = next((key for place, key in known if place.stage == "corpus"), None)
+    train_keys = [key for place, key in known if place.stage == "train" and key is not None]
+    stages = []
+    for place, key in known:
+        mine = [process for process in processes if process.stage == place.stage and process.key in (key, None) and _seems_alive(process)]
+        stages.append(_stage(layout, place, key, mine, corpus_key=corpus_key, train_keys=train_keys, warnings=warnings))
+    trainings = {
+        place.config.name: row
+        for place, key in known
+        if place.stage == "train" and key is not None and (row := last_metrics(layout.drafter(key) / "metrics.jsonl")) is not None
+    }
     for process in processes:
         if process.of_this_run and process.text.startswith("error:"):
             warnings.append(f"{process.name}: {process.text}")
-    return Status(str(layout.root), stages, processes, _gpus(), training, warnings)
+    told = sorted((moment, process.name, text) for process in processes if process.of_this_run for moment, text in process.warnings)
+    warnings += [f"{time.strftime('%d %b %H:%M', time.localtime(moment))} {name}: {text}" for moment, name, text in told[-_SHOWN_WARNINGS:]]
+    only = next(iter(trainings.values())) if len(trainings) == 1 else None
+    return Status(str(layout.root), stages, processes, _hosts(layout), only, trainings, warnings)
 
 
-def _claimed(process: Process, key: str) -> Process:
-    """A process with what is known of its key."""
-    return replace(process, of_this_run=process.key in (None, key))
+@dataclass(frozen=True)
+class _Place:
+    """Where a stage's result is, and by which run file: the whole one, or that of one of several drafters."""
+
+    stage: str
+    config: RunConfig
+    key_of: Callable[[RunConfig], str]
+    folder_of: Callable[[str], Path]
+
+
+def _places(layout: Layout, config: RunConfig) -> list[_Place]:
+    each = config.each_drafter()
+    return [
+        *([_Place("regenerate", config, keys.regenerate_key, layout.regeneration)] if config.regenerates else []),
+        _Place("corpus", config, keys.corpus_key, layout.corpus),
+        _Place("capture", config, keys.capture_key, layout.capture),
+        *[_Place("train", one, keys.train_key, layout.drafter) for one in each],
+        *[_Place("export", one, keys.export_key, layout.export) for one in each],
+        *[_Place("evaluate", one, keys.evaluate_key, layout.evaluation) for one in each],
+        _Place("report", config, keys.report_key, layout.report),
+    ]
+
+
+def _stage(
+    layout: Layout,
+    place: _Place,
+    key: str | None,
+    mine: list[Process],
+    *,
+    corpus_key: str | None,
+    train_keys: list[str],
+    warnings: list[str],
+) -> Stage:
+    """One stage: ``mine`` are its processes that run now."""
+    if key is None:
+        return Stage(place.stage, None, None, "unknown", "", drafter=place.config.name)
+    folder, detail, complete = place.folder_of(key), "", False
+    if place.stage == "capture":
+        complete, detail = _capture_detail(layout, key, corpus_key)
+    elif (folder / MANIFEST).exists():
+        try:
+            detail, complete = _detail(place.stage, read_manifest(folder)), True
+        except DFlashError as error:
+            warnings.append(str(error))
+    state = "complete" if complete else "running" if mine else "partial" if _has_content(folder) else "pending"
+    gone = place.stage == "capture" and not mine and train_keys and all(store_was_deleted(layout, key, trained) for trained in train_keys)
+    if gone:
+        state, detail = "deleted", "store deleted (the drafter is trained)"
+    numbers = sum_of_rates(process.numbers for process in mine)
+    return Stage(place.stage, key, str(folder), state, detail, numbers, place.config.name)
+
+
+@lru_cache
+def _gpu_reader() -> GpuReader:
+    return GpuReader()
+
+
+def _hosts(layout: Layout) -> list[dict[str, Any]]:
+    """This host as it is now, and the others as they last told."""
+    others = [host for host in host_files.read_hosts(layout.logs("x").parent) if host["host"] != socket.gethostname()]
+    return [host_files.state(_gpu_reader()), *others]
+
+
+def _is_of(process: Process, keys_of: dict[str, set[str | None]]) -> bool:
+    """Whether a process works for one of these keys, by stage; where one is not known, it may."""
+    wanted = keys_of.get(process.stage, {None})
+    return process.key is None or process.key in wanted or None in wanted
 
 
 def _seems_alive(process: Process) -> bool:
@@ -139,24 +203,6 @@ def _seems_alive(process: Process) -> bool:
 def store_was_deleted(layout: Layout, capture_key: str, train_key: str) -> bool:
     """Whether a store is gone and is not needed: the drafter was trained from it (``prune --store``)."""
     return not layout.store(capture_key).exists() and (layout.drafter(train_key) / MANIFEST).is_file()
-
-
-def _without_store(stage: Stage, layout: Layout, capture_key: str | None, train_key: str | None) -> Stage:
-    if capture_key is None or train_key is None or stage.state == "running" or not store_was_deleted(layout, capture_key, train_key):
-        return stage
-    return replace(stage, state="deleted", detail="store deleted (the drafter is trained)")
-
-
-def _stages(layout: Layout, *, regenerates: bool) -> list[tuple[str, Callable[[RunConfig], str], Callable[[str], Path]]]:
-    return [
-        *([("regenerate", keys.regenerate_key, layout.regeneration)] if regenerates else []),
-        ("corpus", keys.corpus_key, layout.corpus),
-        ("capture", keys.capture_key, layout.capture),
-        ("train", keys.train_key, layout.drafter),
-        ("export", keys.export_key, layout.export),
-        ("evaluate", keys.evaluate_key, layout.evaluation),
-        ("report", keys.report_key, layout.report),
-    ]
 
 
 def _has_content(folder: Path) -> bool:
@@ -227,8 +273,11 @@ def running_processes(layout: Layout) -> list[Process]:
                 str(state["text"]),
                 ended=ended,
                 key=state.get("key"),
-                unit=_UNITS.get(stage, ""),
+                unit=UNITS.get(stage, ""),
+                host=str(state.get("host", "")),
+                gpu=state.get("gpu"),
                 numbers=numbers,
+                warnings=[(float(moment), str(text)) for moment, text in state.get("warnings", [])],
             )
         )
     return found
@@ -262,15 +311,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 if isinstance(row, dict):
                     rows.append(row)
     return rows
-
-
-def _gpus() -> list[dict[str, Any]]:
-    query = ["nvidia-smi", "--query-gpu=index,name,utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits"]
-    found = []
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        for line in subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines():
-            index, name, used_percent, used, total = [cell.strip() for cell in line.split(",")]
-            found.append(
-                {"gpu": index, "name": name, "utilisation_percent": used_percent, "memory_used_mib": used, "memory_total_mib": total}
-            )
-    return found

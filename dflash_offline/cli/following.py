@@ -1,8 +1,9 @@
 """``status`` says where a run stands, ``report`` prints what it gave."""
 
+import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,51 +16,113 @@ if TYPE_CHECKING:
 @click.command()
 @config_option
 @json_option
-@click.option("--watch", is_flag=True, help="Print again every few seconds until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Print again every few seconds until Ctrl-C; with --json, one line each time.")
 @click.option("--every", type=click.FloatRange(min=0.2), default=3.0, show_default=True, help="Seconds between two looks of --watch.")
 def status(config: Path | None, as_json: bool, watch: bool, every: float) -> None:
-    """Where the run stands: stages, parts, processes, rates. Reads files only, from any host that sees the root."""
+    """Where the run stands: stages, parts, processes, GPUs, rates. From any terminal or host that sees the root."""
     from dflash_offline.status import read_status
 
     run = load_run(config)
-    while True:
-        found = read_status(run)
-        if as_json:
-            echo_json(found.to_dict())
-        else:
-            if watch:
-                click.clear()
-            _print_status(found)
+    try:
+        while True:
+            found = read_status(run)
+            if as_json and watch:
+                click.echo(json.dumps(found.to_dict(), ensure_ascii=False))
+            elif as_json:
+                echo_json(found.to_dict())
+            else:
+                if watch:
+                    click.clear()
+                _print_status(found)
+            if not watch:
+                return
+            time.sleep(every)
+    except KeyboardInterrupt:
         if not watch:
-            return
-        time.sleep(every)
+            raise
 
 
 def _print_status(found: "Status") -> None:
-    table(f"root {found.root}", ["stage", "state", "key", ""], [[s.name, s.state, s.key or "?", s.detail] for s in found.stages])
+    rows = []
+    for stage in found.stages:
+        rates = " ".join(number_text(name, value) for name, value in stage.numbers.items())
+        rows.append(
+            [f"{stage.name} {stage.drafter}".rstrip(), stage.state, stage.key or "?", "  ".join(filter(None, [stage.detail, rates]))]
+        )
+    table(f"root {found.root}", ["stage", "state", "key", ""], rows)
     shown = [process for process in found.processes if process.of_this_run or not (process.ended or process.alive is False)]
     if shown:
         click.echo()
-        rows = []
-        for process in shown:
-            state = "ended" if process.ended else "gone" if process.alive is False else f"{seconds_text(process.age_s)} ago"
-            numbers = " ".join(number_text(name, value) for name, value in process.numbers.items())
-            name = process.name if process.of_this_run else f"{process.name} (another run file)"
-            rows.append([name, process.pid, state, _done_text(process), process.text, numbers])
-        table(None, ["process", "pid", "last word", "done", "doing", "numbers"], rows, right=(1, 3))
-    if found.gpus:
-        click.echo()
-        rows = [
-            [gpu["gpu"], gpu["name"], f"{gpu['utilisation_percent']} %", f"{gpu['memory_used_mib']} of {gpu['memory_total_mib']} MiB"]
-            for gpu in found.gpus
+        _print_processes(found, shown)
+    rows = [
+        [
+            host["host"],
+            gpu["gpu"],
+            gpu["name"],
+            share_text(gpu["busy"]),
+            memory_text(gpu),
+            f"{seconds_text(max(0.0, time.time() - host['time']))} ago",
         ]
-        table(None, ["GPU", "", "busy", "memory"], rows, right=(2,))
-    if found.training:
+        for host in found.hosts
+        for gpu in host["gpus"]
+    ]
+    if rows:
+        click.echo()
+        table(None, ["host", "GPU", "", "busy", "memory", "seen"], rows, right=(3,))
+    for host in found.hosts:
+        if host.get("gpu_note"):
+            click.echo(f"\nGPU figures of {host['host']} are left out: {host['gpu_note']}")
+    if found.trainings:
         from dflash_offline.train.records import status_line
 
-        click.echo(f"\n{status_line(found.training)}")
+        click.echo()
+        for name, row in found.trainings.items():
+            click.echo(f"{name}: {status_line(row)}" if name else status_line(row))
     for warning in found.warnings:
         click.echo(f"warning: {warning}")
+
+
+def _print_processes(found: "Status", shown: "list[Process]") -> None:
+    several_hosts = len({process.host for process in shown if process.host}) > 1 or any(process.alive is None for process in shown)
+    gpus = {(host["host"], name): gpu for host in found.hosts for gpu in host["gpus"] for name in (gpu["gpu"], gpu["uuid"])}
+    rows = []
+    for process in shown:
+        state = "ended" if process.ended else "gone" if process.alive is False else f"{seconds_text(process.age_s)} ago"
+        numbers = " ".join(number_text(name, value) for name, value in process.numbers.items() if name not in _SHOWN_ELSEWHERE)
+        name = process.name if process.of_this_run else f"{process.name} (another run file)"
+        place = [process.host] if several_hosts else []
+        on = "" if process.gpu is None else process.gpu
+        if process.gpu is not None and not process.ended:
+            on = gpu_text(process, gpus.get((process.host, process.gpu)))
+        rows.append([name, *place, process.pid, state, _done_text(process), process.text, on, numbers])
+    columns = ["process", *(["host"] if several_hosts else []), "pid", "last word", "done", "doing", "GPU", "numbers"]
+    if not any(row[-2] for row in rows):  # all on the CPU
+        columns, rows = [*columns[:-2], columns[-1]], [[*row[:-2], row[-1]] for row in rows]
+    table(None, columns, rows, right=(2, 4) if several_hosts else (1, 3))
+
+
+_SHOWN_ELSEWHERE = ("gpu_bytes", "part_rows", "part_rows_done", "writer_queue_limit")
+
+
+def gpu_text(process: "Process", gpu: dict[str, Any] | None) -> str:
+    """``3: 41.2 GB own, 97 % busy``: what torch holds in the process itself, and how busy the whole GPU is."""
+    parts = []
+    if (own := process.numbers.get("gpu_bytes")) is not None:
+        parts.append(f"{bytes_text(own)} own")
+    if gpu is not None:
+        parts.append(f"{share_text(gpu['busy'])} busy")
+    return f"{process.gpu}: {', '.join(parts)}" if parts else str(process.gpu)
+
+
+def share_text(share: float | None) -> str:
+    return "?" if share is None else f"{share:.0%}"
+
+
+def memory_text(gpu: dict[str, Any]) -> str:
+    """``41.2 GB of 150.1 GB``."""
+    if gpu["used_bytes"] is None or gpu["total_bytes"] is None:
+        return "?"
+    return f"{bytes_text(gpu['used_bytes'])} of {bytes_text(gpu['total_bytes'])}"
 
 
 def _done_text(process: "Process") -> str:
@@ -82,6 +145,10 @@ def number_text(name: str, value: float) -> str:
     ):
         if name.endswith(suffix):
             return f"{name.removesuffix(suffix)}={text()}"
+    if name == "writer_queue":
+        return f"to write={value:.0f}"
+    if name.startswith("reader_queue"):
+        return f"read ahead={bytes_text(value) if name.endswith('bytes') else f'{value:.0f}'}"
     if name.endswith("bytes"):
         return f"{name}={bytes_text(value)}"
     return f"{name}={count_text(value) if float(value).is_integer() and 'loss' not in name else f'{value:.3g}'}"

@@ -36,12 +36,11 @@ class Follower:
 
     def states(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Progress of the model processes that run now, by stage and name."""
-        from dflash_offline.progress import read_progress
+        from dflash_offline.progress import UNITS, read_progress
         from dflash_offline.status import process_is_alive
-        from dflash_offline.watch.lines import ORDER
 
         found: dict[str, dict[str, dict[str, Any]]] = {}
-        for stage in ORDER:
+        for stage in UNITS:
             for path in sorted((self.root / "logs" / stage).rglob("*.progress.json"), key=_natural):
                 state = read_progress(path)
                 if state is None or state.get("command") != self.command or state.get("host") != socket.gethostname():

@@ -8,17 +8,8 @@ from rich.text import Text
 
 from dflash_offline.buckets import count_text
 from dflash_offline.cli.options import bytes_text, seconds_text
+from dflash_offline.progress import UNITS, sum_of_rates
 
-ORDER = ("regenerate", "corpus", "capture", "train", "export", "evaluate", "report")
-UNITS = {
-    "regenerate": "conversations",
-    "corpus": "bytes",
-    "capture": "parts",
-    "train": "steps",
-    "export": "forms",
-    "evaluate": "prompts",
-    "report": "reports",
-}
 _NAME_WIDTH, _BAR_WIDTH, _CURVE_POINTS = 14, 24, 16
 
 
@@ -79,7 +70,7 @@ def stage_lines(
     elif len(states) == 1 and stage != "capture":
         details += [*_rates(whole["numbers"]), str(whole["text"])]
     else:
-        details += _rates(_together(states.values()))
+        details += _rates(sum_of_rates(state["numbers"] for state in states.values()))
     lines = [_line(title or stage, bar(whole["done"], whole["total"], width=bar_width, look=look), details, width=width, style="bold")]
     if stage == "train" and len(states) > 1 and (texts := {str(state["text"]) for state in states.values()}) != {"training"}:
         lines.append(_line("", Text(" " * bar_width), [f"{len(states)} ranks: {', '.join(sorted(texts))}"], width=width))
@@ -100,18 +91,6 @@ def _counts(stage: str, state: Mapping[str, Any]) -> str:
     if UNITS.get(stage) == "bytes":
         return bytes_text(done) + (f" of {bytes_text(total)}" if total is not None else "")
     return f"{done:,}" + (f" of {total:,}" if total is not None else "") + f" {UNITS.get(stage, '')}".rstrip()
-
-
-def _together(states: Any) -> dict[str, float]:
-    """Rates of several processes add up; the time left is that of the slowest."""
-    numbers: dict[str, float] = {}
-    for state in states:
-        for name, value in state["numbers"].items():
-            if name.endswith("_per_s"):
-                numbers[name] = numbers.get(name, 0.0) + value
-            elif name == "eta_s":
-                numbers[name] = max(numbers.get(name, 0.0), value)
-    return numbers
 
 
 def _rates(numbers: Mapping[str, float]) -> list[str]:
