@@ -210,6 +210,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--skip-first-steps", action="store_true", help="leave out the fresh processes")
     parser.add_argument("--profile", type=Path, help="file for the kernel table of the main case")
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="results of other calls, with other works, to take in")
     parser.add_argument("--first-step-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULT)
     return parser.parse_args(argv)
@@ -236,9 +237,10 @@ def main(argv: list[str] | None = None) -> None:
     print({name: value for name, value in result.items() if name not in ("cases", "failed")}, flush=True)
     for work in works:
         run_work(work, arguments, dtype, result)
-    summarise(result, works[0])
     if not arguments.skip_first_steps:
         result["first_step"] = first_steps(arguments)
+    merge(result, arguments.merge)
+    summarise(result)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print_table(result)
@@ -269,16 +271,38 @@ def run_work(work: Work, arguments: argparse.Namespace, dtype: torch.dtype, resu
             print("FAILED", work.name, name, reason, flush=True)
 
 
-def summarise(result: dict[str, Any], work: Work) -> None:
-    """Ratios of the main case: this project's first variation against SpecForge, and the matrix rate."""
-    cases = {case["name"]: case for case in result["cases"] if case["work"] == work.name}
-    main_case = result["cases"][0] if result["cases"] else None
-    result["floor_ms"] = round(step_flops(work) / result["matmul_tflops"] / 1e9, 1)
-    if main_case:
+def summarise(result: dict[str, Any]) -> None:
+    """Ratios against SpecForge on each piece of work; of the main one also the share of the matrix rate.
+
+    This project is its first variation: bf16, exact, default settings.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for case in result["cases"]:
+        found.setdefault(case["work"], {})[case["name"]] = case
+    ours, theirs = variations(WORKS[0], "cpu" if result["device"] == "cpu" else "cuda")[0].name, "specforge-0.2.0"
+    both = {work: cases for work, cases in found.items() if ours in cases and theirs in cases}
+    result["ratios_vs_specforge"] = {
+        work: {name: round(cases[theirs]["ms"] / case["ms"], 3) for name, case in cases.items() if name != theirs}
+        for work, cases in both.items()
+    }
+    for work in [each for each in (*WORKS, TINY) if ours in found.get(each.name, {})][:1]:
+        main_case = found[work.name][ours]
+        result["floor_ms"] = round(step_flops(work) / result["matmul_tflops"] / 1e9, 1)
         result["fraction_of_matmul"] = round(main_case["tflops"] / result["matmul_tflops"], 3)
         result["fraction_of_sustained_matmul"] = round(main_case["tflops"] / result["matmul_sustained_tflops"], 3)
-    if main_case and (theirs := cases.get("specforge-0.2.0")):
-        result["ratio_vs_specforge"] = round(theirs["ms"] / main_case["ms"], 3)
+        if work.name in both:
+            result["ratio_vs_specforge"] = result["ratios_vs_specforge"][work.name][ours]
+
+
+def merge(result: dict[str, Any], others: list[Path]) -> None:
+    """Take in the cases that other calls on this kind of device measured on other pieces of work."""
+    for path in others:
+        other = json.loads(path.read_text())
+        if other["device"] != result["device"]:
+            sys.exit(f"--merge {path}: measured on {other['device']}, not on {result['device']}")
+        works = {case["work"] for case in result["cases"]}
+        result["cases"] += [case for case in other["cases"] if case["work"] not in works]
+        result["failed"] |= other["failed"]
 
 
 def print_table(result: dict[str, Any]) -> None:
