@@ -4,7 +4,9 @@ The target is loaded once; the drafters take turns in it.
 """
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +71,6 @@ class Judge:
         if name not in self._plain:
             found: dict[int, Response] = {}
             work = ((index, self._first(prompt)) for index, prompt in enumerate(self.sets[name]))
-            from collections import deque
-
             for index, response in loop.run(deque(work), max_new_tokens=self.new_tokens, plain=True):
                 found[index] = response
             self._plain[name] = [found[index] for index in range(len(found))]
@@ -91,10 +91,11 @@ class Judge:
         result = {name: {} for name in (*names, "tokens_steps", "decode_s")}
         for name, prompts in self.sets.items():
             began = time.perf_counter()
-            held, _ = hold(loop, self.tokenizer, prompts, max_new_tokens=self.new_tokens, chat_template_kwargs={}, baseline=False)
+            held, _, asked = hold(loop, self.tokenizer, prompts, max_new_tokens=self.new_tokens, chat_template_kwargs={}, baseline=False)
             seconds = time.perf_counter() - began
             compared: list[Comparison] = [
-                compare(turns[0], plain, dtype=self.dtype) for turns, plain in zip(held, self.alone(name, loop), strict=True)
+                compare(turns[0], plain, dtype=self.dtype, at_once=partial(self.target.at_once, ids[0], plain.tokens))
+                for turns, plain, ids in zip(held, self.alone(name, loop), asked, strict=True)
             ]
             found = summarise(held, None, compared, block_size=shape.block_size)
             for each in names:

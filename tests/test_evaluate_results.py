@@ -128,8 +128,11 @@ def test_turns_are_asked_one_after_the_other(tiny_target: Path, batch: int) -> N
     prompts = [
         Prompt([{"role": "user", "content": text} for text in texts], "here") for texts in (["first", "second"], ["only"], ["a", "b"])
     ]
-    held, plain = hold(loop, tokenizer, prompts, max_new_tokens=6, chat_template_kwargs={}, baseline=True, on_prompt=lambda: done.append(1))
-    assert [len(responses) for responses in held] == [2, 1, 2] and len(done) == 3 and held[2] == seen[2]
+    held, plain, asked = hold(
+        loop, tokenizer, prompts, max_new_tokens=6, chat_template_kwargs={}, baseline=True, on_prompt=lambda: done.append(1)
+    )
+    assert [len(responses) for responses in held] == [2, 1, 2] == [len(turns) for turns in asked]
+    assert len(done) == 3 and held[2] == seen[2]
     for responses, alone, prompt in zip(held, plain, prompts, strict=True):
         history: list[dict[str, str]] = []
         for message, response, reference in zip(prompt.messages, responses, alone, strict=True):

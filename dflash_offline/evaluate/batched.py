@@ -208,9 +208,14 @@ class _Steps:
     def _verify(self) -> None:
         step = self.target.forward(self.block, self.start[:, None] + self.offsets)
         self.own = step.logits.argmax(-1)  # [R, B]
-        self.accepted = (self.block[:, 1:] == self.own[:, :-1]).long().cumprod(1).sum(1)
+        self.accepted = leading(self.block, self.own)
         self.hidden = step.hidden
         self.logits = step.logits
+
+
+def leading(block: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Drafted tokens that are accepted, [R]: the leading ones of blocks [R, B] that are the target's own choice [R, B]."""
+    return (block[:, 1:] == own[:, :-1]).long().cumprod(1).sum(1)
 
 
 def _best(logits: torch.Tensor) -> list[dict[int, float]]:

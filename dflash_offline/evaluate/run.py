@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,13 +80,14 @@ def hold(
     chat_template_kwargs: dict[str, Any],
     baseline: bool,
     on_prompt: Callable[[], None] = lambda: None,
-) -> tuple[list[list[Response]], list[list[Response]]]:
+) -> tuple[list[list[Response]], list[list[Response]], list[list[list[int]]]]:
     """Hold conversations, turn by turn; each answer becomes history of the next turn.
 
     With ``baseline`` every turn is also answered by the target alone, on the same history.
 
     Returns:
-        The loop's responses and the plain ones (empty lists without ``baseline``), by prompt and turn.
+        The loop's responses, the plain ones (empty lists without ``baseline``) and the token ids that each was asked
+        with, by prompt and turn.
     """
     conversations = [_Conversation(prompt, tokenizer, chat_template_kwargs) for prompt in prompts]
     queue: deque[Work] = deque((index, conversation.ask()) for index, conversation in enumerate(conversations))
@@ -101,7 +103,7 @@ def hold(
         again: deque[Work] = deque(((i, turn), ids) for i, each in enumerate(conversations) for turn, ids in enumerate(each.asked))
         for (index, _), response in sorted(loop.run(again, max_new_tokens=max_new_tokens, plain=True), key=lambda found: found[0]):
             alone[index].append(response)
-    return [conversation.responses for conversation in conversations], alone
+    return [each.responses for each in conversations], alone, [each.asked for each in conversations]
 
 
 def run_dataset(
@@ -119,17 +121,17 @@ def run_dataset(
 ) -> dict[str, Any]:
     """One data set, greedily -> its entry of ``results.json`` (see ``summarise``)."""
     options = {"max_new_tokens": max_new_tokens, "chat_template_kwargs": chat_template_kwargs, "baseline": baseline}
-    held, alone = hold(loop, tokenizer, prompts, on_prompt=on_prompt, **options)
+    held, alone, asked = hold(loop, tokenizer, prompts, on_prompt=on_prompt, **options)
     comparisons: list[Comparison] = []
-    for prompt, responses, plain in zip(prompts, held, alone, strict=True):
-        for turn, pair in enumerate(zip(responses, plain, strict=False), start=1):
-            found = compare(*pair, dtype=dtype)
+    for prompt, responses, plain, turns in zip(prompts, held, alone, asked, strict=True):
+        for turn, (ours, own, ids) in enumerate(zip(responses, plain, turns, strict=False), start=1):
+            found = compare(ours, own, dtype=dtype, at_once=partial(loop.decoder.target.at_once, ids, own.tokens))
             comparisons.append(found)
             if found.outcome != "identical":
                 kind = "near-tie" if found.outcome == "near_tie" else "DIFFERENT"
                 say(
                     f"{name or 'prompt'}: {prompt.where}, turn {turn}: differs from the target's own output first at token {found.index}: "
-                    f"{kind} (logits {found.gap:.3g} apart, a tie is up to {found.tolerance:.3g})"
+                    f"{kind} (logits {found.gap:.3g} apart, a tie is up to {found.tolerance:.3g}{', measured' * found.measured})"
                 )
     return summarise(held, alone if baseline else None, comparisons, block_size=loop.decoder.block_size) | {"batch": loop.batch}
 

@@ -69,8 +69,7 @@ class SteppedTarget:
     @torch.inference_mode()
     def prefill(self, input_ids: Sequence[int] | torch.Tensor) -> TargetStep:
         """Start anew with a prompt of T tokens. Logits are those of its last token."""
-        # without a config the cache keeps every key, also of sliding layers, so that it can be cropped
-        self.cache = DynamicCache(config=self.model.config) if self.recurrent else DynamicCache()
+        self.cache = self._new_cache()
         self.length, self._block, self._saved = 0, None, {}
         ids = torch.as_tensor(input_ids, dtype=torch.long, device=self.device)
         step = self._forward(ids, logits_to_keep=1)
@@ -111,11 +110,22 @@ class SteppedTarget:
         for part in kept.split(1) if self.stepwise else [kept]:
             self._forward(part, logits_to_keep=1)
 
+    @torch.inference_mode()
+    def at_once(self, prompt_ids: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+        """Logits [T, V] that T tokens after a prompt are chosen from, in one forward without any kept state."""
+        cache = self._new_cache()
+        ids = torch.as_tensor([*prompt_ids, *tokens[:-1]], dtype=torch.long, device=self.device)
+        return self.forward(ids[None], cache, logits_to_keep=len(tokens)).logits[0]
+
     def take_taps(self) -> list[torch.Tensor]:
         """What the tapped layers gave in the last forward, [batch, T, H] each, in the drafter's order."""
         taps = [self._taps[i] for i in self.layer_ids]
         self._taps.clear()
         return taps
+
+    def _new_cache(self) -> DynamicCache:
+        # without a config the cache keeps every key, also of sliding layers, so that it can be cropped
+        return DynamicCache(config=self.model.config) if self.recurrent else DynamicCache()
 
     def _tap(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
