@@ -248,7 +248,7 @@ def _detail(name: str, manifest: dict[str, Any]) -> str:
 
 
 def running_processes(layout: Layout) -> list[Process]:
-    """Every process that left a progress file under ``logs/``, newest first."""
+    """Every process that left a progress file under ``logs/``, in the order of the stages."""
     found = []
     logs = layout.logs("x").parent
     for path in sorted(logs.rglob("*.progress.json")) if logs.is_dir() else []:
@@ -280,7 +280,8 @@ def running_processes(layout: Layout) -> list[Process]:
                 warnings=[(float(moment), str(text)) for moment, text in state.get("warnings", [])],
             )
         )
-    return found
+    order = list(UNITS)
+    return sorted(found, key=lambda process: order.index(process.stage) if process.stage in UNITS else len(order))
 
 
 def process_is_alive(pid: int) -> bool:

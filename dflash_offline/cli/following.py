@@ -10,6 +10,7 @@ import click
 from dflash_offline.cli.options import bytes_text, config_option, echo_json, finished_folder, json_option, load_run, seconds_text, table
 
 if TYPE_CHECKING:
+    from dflash_offline.config import RunConfig
     from dflash_offline.status import Process, Status
 
 
@@ -157,15 +158,41 @@ def number_text(name: str, value: float) -> str:
 @click.command()
 @config_option
 @click.option("--path", "path_only", is_flag=True, help="Print the folder only.")
-def report(config: Path | None, path_only: bool) -> None:
-    """Print the report of a finished run (and where its HTML page is)."""
+@click.option(
+    "--serve", is_flag=True, help="Serve a page that follows the run, to this machine only, until Ctrl-C; /metrics is for Prometheus."
+)
+@click.option("--port", type=click.IntRange(0, 65535), help="Of --serve; 8790 when left out, 0 takes a free one.")
+def report(config: Path | None, path_only: bool, serve: bool, port: int | None) -> None:
+    """Print the report of a finished run (and where its HTML page is), or --serve a live page of a running one."""
     from dflash_offline import keys
     from dflash_offline.layout import Layout
 
     run = load_run(config)
+    if serve:
+        _serve(run, port)
+        return
+    if port is not None:
+        raise click.UsageError("--port goes with --serve")
     folder = finished_folder(run, Layout(run.root_dir).report(keys.report_key(run)), kind="report")
     if path_only:
         click.echo(folder)
         return
     click.echo((folder / "report.md").read_text(encoding="utf-8"), nl=False)
     click.echo(f"\n{folder / 'report.html'}")
+
+
+def _serve(run: "RunConfig", port: int | None) -> None:
+    import contextlib
+    import signal
+    import sys
+
+    from dflash_offline.report.serving import PORT, Server, announced
+
+    with Server(run, port=PORT if port is None else port) as server, announced(server):
+        number = server.server_address[1]
+        click.echo(f"{server.url} (Prometheus: {server.url}metrics), for this machine only; Ctrl-C ends it")
+        click.echo(f"from another one: ssh -L {number}:127.0.0.1:{number} HOST, then open the same address there", err=True)
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever(poll_interval=0.2)

@@ -32,7 +32,7 @@ class Follower:
 
     def __init__(self, root: Path, command: int) -> None:
         self.root, self.command = root, command
-        self._metrics: dict[str, tuple[int, list[float]]] = {}
+        self._metrics: dict[str, Any] = {}
 
     def states(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Progress of the model processes that run now, by stage and name."""
@@ -50,26 +50,16 @@ class Follower:
         return found
 
     def losses(self, key: str | None) -> list[float]:
-        """Losses of the newest steps of a training run; reads on where it stopped reading last time."""
-        import json
-
+        """Losses of the newest steps of a training run."""
         from dflash_offline.layout import Layout
+        from dflash_offline.watch.metrics import MetricsTail
 
         if key is None:
             return []
-        offset, losses = self._metrics.get(key, (0, []))
-        path = Layout(self.root).drafter(key) / "metrics.jsonl"
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < offset:  # written anew by a run that resumes
-                offset, losses = 0, []
-            file.seek(offset)
-            content = file.read()
-            whole = content[: content.rfind(b"\n") + 1]
-            for line in whole.splitlines():
-                with contextlib.suppress(ValueError, TypeError, KeyError):
-                    losses.append(float(json.loads(line)["loss"]))
-            self._metrics[key] = (offset + len(whole), losses[-LOSSES:])
-        return self._metrics.get(key, (0, []))[1]
+        if key not in self._metrics:
+            path = Layout(self.root).drafter(key) / "metrics.jsonl"
+            self._metrics[key] = MetricsTail(path, keep=("step", "loss"), newest=LOSSES)
+        return [row["loss"] for row in self._metrics[key].read() if "loss" in row]
 
     def lines(self, *, width: int, unicode: bool) -> list[Any]:
         """What to show now."""
