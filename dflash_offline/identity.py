@@ -212,7 +212,8 @@ def tokenizer_identity(config: RunConfig) -> dict[str, Any]:
         tokenizer: Any = demo.identity()
     else:
         folder = target_folder(config)
-        tokenizer = {name: checksum(folder / name) for name in _TOKENIZER_FILES if (folder / name).is_file()}
+        named = sorted(path.relative_to(folder).as_posix() for path in folder.glob("additional_chat_templates/*.jinja"))
+        tokenizer = {name: checksum(folder / name) for name in (*_TOKENIZER_FILES, *named) if (folder / name).is_file()}
         if not tokenizer:
             raise TargetError(f"{folder}: no tokenizer files ({', '.join(_TOKENIZER_FILES[:2])}, ...)")
     template = None

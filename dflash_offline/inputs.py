@@ -16,7 +16,7 @@ import re
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +53,19 @@ def expand(config: "RunConfig", patterns: list[str], *, where: str) -> list[Path
             matched = [path]
         else:  # root_dir, not a joined pattern: the run file's own folder may have brackets in its name
             names = glob.iglob(str(Path(pattern).expanduser()), root_dir=config.source.parent, recursive=True)  # noqa: PTH207
-            matched = sorted(entry for entry in map(config.path, names) if entry.is_file())
+            matched = _once(entry for entry in map(config.path, names) if entry.is_file())
         if not matched and is_dataset_name(pattern, path):
             matched = dataset_files(config, pattern, where=where)
         if not matched:
             raise ConfigError(f"{config.source.name}: {where}: {pattern!r} matches no file (looked for {path})")
         found.extend(matched)
     return found
+
+
+def _once(paths: Iterable[Path]) -> list[Path]:
+    """Sorted; a file that is reached in several ways (``**`` follows links, also into a loop) by the shortest of them."""
+    longest_first = sorted(paths, key=lambda path: (len(path.parts), path), reverse=True)
+    return sorted({path.resolve(): path for path in longest_first}.values())
 
 
 def take_stdin(config: "RunConfig", say: Callable[[str], None]) -> None:

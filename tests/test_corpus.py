@@ -366,3 +366,6 @@ def test_the_stage_prepares_and_plans(run_file: RunFile) -> None:
     failed = run_stage(path)
     assert failed.returncode == 1 and failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1
     assert "no known format" in failed.stderr
+    write_rows(path, [chat("q", "an answer"), "{}"])
+    failed = run_stage(path, "--strict")
+    assert failed.returncode == 1 and "corpus.jsonl:2: no messages" in failed.stderr

@@ -126,7 +126,7 @@ def test_last_turn_only(byte_level: Any) -> None:
 
 def test_message_flags_leave_turns_out(byte_level: Any) -> None:
     bench = Bench(byte_level, CHATML)
-    for flag in ({"weight": 0}, {"train": False}, {"weight": 0.0}):
+    for flag in ({"weight": 0}, {"train": False}, {"weight": 0.0}, {"train": "false"}, {"weight": "0"}):
         messages: list[dict[str, Any]] = chat("a?", "first", "b?", "second", "c?", "third")
         messages[1].update(flag)
         messages[5].update({"weight": 1, "train": True})

@@ -144,6 +144,13 @@ def test_ambiguous_mask_flags_are_named_as_ignored() -> None:
     assert any("'mask' ignored" in note for note in conversation.notes)
 
 
+def test_control_characters_are_kept_and_named() -> None:
+    conversation = parse_row({"messages": [PLAIN[1], {"role": "assistant", "content": "a\x00b\x1b[0m\ttab\r\n"}]})
+    assert conversation.messages[-1]["content"] == "a\x00b\x1b[0m\ttab\r\n"
+    assert conversation.notes == ["conversations with control characters (kept as they are)"]
+    assert parse_row({"messages": [PLAIN[1], {"role": "assistant", "content": "\ttab\r\n\x85\u2028"}]}).notes == []
+
+
 def test_failed_and_unwanted_answers_are_rejected() -> None:
     with pytest.raises(RowRejected, match="failed answer"):
         parse_row({"messages": PLAIN, "status": "error"})

@@ -126,6 +126,9 @@ def test_another_config_or_template_is_another(tmp_path: Path) -> None:
     (tmp_path / "target" / "chat_template.jinja").write_text("{{ messages }}")
     with_template = identity.tokenizer_identity(load(tmp_path))
     assert with_template["tokenizer"] != tokenizer["tokenizer"] and with_template["template"] == tokenizer["template"]
+    (tmp_path / "target" / "additional_chat_templates").mkdir()
+    (tmp_path / "target" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    assert identity.tokenizer_identity(load(tmp_path))["tokenizer"] != with_template["tokenizer"]
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     given = load(tmp_path, corpus='chat_template = "mine.jinja"')
     assert identity.tokenizer_identity(given)["template"] != tokenizer["template"]

@@ -106,6 +106,18 @@ def test_luigi_reads_what_is_piped_in_and_goes_on_without(from_stdin: RunConfig,
     assert done.returncode == 0 and b"12 used" not in done.stdout, "the stream piped in before, and it is prepared already"
 
 
+def test_a_loop_of_links_gives_each_file_once(run_file: Callable[..., Path], tmp_path: Path) -> None:
+    config = RunConfig.load(run_file())
+    (tmp_path / "data" / "inner").mkdir(parents=True)
+    for name in ("data/b.jsonl", "data/inner/a.jsonl"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "data" / "inner" / "loop").symlink_to(tmp_path / "data")
+    expected = [tmp_path / "data" / "b.jsonl", tmp_path / "data" / "inner" / "a.jsonl"]
+    for pattern in ("data", "data/**/*.jsonl"):
+        assert config.files([pattern], where="x") == expected
+    assert config.files(["data/b.jsonl", "data/*"], where="x").count(expected[0]) == 2, "named twice counts twice"
+
+
 def test_what_may_be_the_name_of_a_data_set(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
 

@@ -1,4 +1,4 @@
-"""The stage: ``python -m dflash_offline.corpus --config run.toml [--key KEY]``."""
+"""The stage: ``python -m dflash_offline.corpus --config run.toml [--key KEY] [--strict]``."""
 
 import argparse
 
@@ -15,6 +15,8 @@ from dflash_offline.stage import run_stage
 def prepare_corpus(config: RunConfig, arguments: argparse.Namespace, progress: Progress) -> None:
     """Prepare the corpus, then plan its capture."""
     layout = Layout(config.root_dir)
+    if arguments.strict:  # in no key: it changes whether a corpus is made, not which
+        config = config.model_copy(update={"corpus": config.corpus.model_copy(update={"strict": True})})
     corpus = prepare(config, layout.corpus(arguments.key), arguments.key, progress)
     # what training would refuse is refused here, before any GPU time is spent on capture; imported late for torch's sake
     from dflash_offline.drafter import planned_shape
@@ -29,8 +31,12 @@ def prepare_corpus(config: RunConfig, arguments: argparse.Namespace, progress: P
     progress.say(plan.summary())
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--strict", action="store_true", help="fail on the first row that cannot be used, as [corpus] strict = true")
+
+
 def main(argv: list[str] | None = None) -> None:
-    run_stage("corpus", prepare_corpus, argv, key=keys.corpus_key)
+    run_stage("corpus", prepare_corpus, argv, key=keys.corpus_key, add_arguments=add_arguments)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ _LIST_FIELDS = ("messages", "conversations")
 _MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA_PLACEHOLDER = re.compile(r"(?:\A|\n)\s*<(?:image|video|audio)>|<(?:image|video|audio)>\s*(?:\n|\Z)")
 _FAILED = {"error", "failed", "failure"}
+_NO = {"0", "0.0", "false", "no"}
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _CUT = {"length", "max_tokens", "max_length"}
 
 
@@ -93,6 +95,8 @@ def parse_row(row: Any, *, roles: Mapping[str, str] | None = None, drop_answers:
         raise RowRejected("no assistant turn", "no assistant turn after a user turn" if leading else "")
     if isinstance(fields.get("status"), str) and fields["status"].lower() in _FAILED:
         raise RowRejected("failed answer", f"the row's status is {fields['status']!r}")
+    if any(_CONTROL_CHARACTERS.search(message["content"]) for message in messages):
+        notes.append("conversations with control characters (kept as they are)")
     for pattern in drop_answers:
         if any(message["role"] == "assistant" and re.match(pattern, message["content"]) for message in messages):
             raise RowRejected("unwanted answer", f"an answer matches {pattern!r}")
@@ -233,7 +237,12 @@ def _wanted(item: dict[str, Any], notes: list[str]) -> bool:
     weight = item.get("weight")
     if isinstance(weight, (int, float)) and not isinstance(weight, bool) and weight not in (0, 1):
         notes.append("message weights other than 0 and 1 taken as 1")
-    return all(item.get(name) is None or bool(item[name]) for name in ("weight", "train", "trainable"))
+    return not any(_says_no(item.get(name)) for name in ("weight", "train", "trainable"))
+
+
+def _says_no(flag: Any) -> bool:
+    """0, false, and both as text; a flag that is not there says nothing."""
+    return flag is not None and (flag.strip().lower() in _NO if isinstance(flag, str) else not flag)
 
 
 def _content(item: dict[str, Any], role: str) -> tuple[str, str]:
