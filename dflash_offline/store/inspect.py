@@ -29,6 +29,7 @@ def summary(path: Path | str | HiddenStateStore) -> dict[str, Any]:
     tokens, num_bytes = sum(part["tokens"] for part in parts), sum(size for part in parts for size, _ in part["files"].values())
     result: dict[str, Any] = {
         "path": str(store.path),
+        "url": store.remote.url if store.remote is not None else None,
         "format_version": store.attributes["format_version"],
         "identity": store.identity,
         "parts": len(parts),

@@ -1,0 +1,382 @@
+"""Hidden states in an object store: a real S3 server, real processes that are killed."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_run_file
+from s3_server import s3_server
+from small_store import append, content, folder_in_memory, identity, make_store, rows, same_bits, write_part, writer
+
+from dflash_offline import store
+from dflash_offline.errors import ConfigError, StoreDamagedError, StoreError, StoreIdentityError
+from dflash_offline.store.cache import BlockCache
+from dflash_offline.store.objects import MissingObjectError, open_objects
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+COUNT = iter(range(1000))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(server, monkeypatch) -> str:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return server.bucket(f"bucket-{next(COUNT)}") + "/some/prefix"
+
+
+@pytest.fixture
+def folder():
+    with folder_in_memory() as made:
+        yield made
+
+
+def make_remote(root: Path, url: str, codec: str = "lossless", parts: int = 2) -> list:
+    store.create_or_open(root, identity(codec), url=url)
+    return make_store_parts(root, codec, range(parts))
+
+
+def make_store_parts(root: Path, codec: str, numbers) -> list:
+    everything = []
+    for i in numbers:
+        samples = rows(seed=i)
+        write_part(root, f"part-{i:05d}", samples, codec)
+        everything += samples
+    return everything
+
+
+def shard_files(root: Path) -> list[str]:
+    return [str(path.relative_to(root)) for path in root.rglob("c/*/0/0") if path.is_file()]
+
+
+@pytest.mark.parametrize("codec", ["lossless", "int6"])
+def test_what_goes_up_is_the_local_store_to_the_byte(codec, bucket, folder):
+    store.create_or_open(folder / "here", identity(codec))
+    everything = make_store_parts(folder / "here", codec, range(2))
+    make_remote(folder / "run" / "there", bucket, codec)
+    objects = open_objects(bucket)
+    sizes = objects.sizes()
+    local = {str(path.relative_to(folder / "here")) for path in (folder / "here").rglob("*") if path.is_file() and path.name != ".lock"}
+    assert set(sizes) == local | {"writer.json"}
+    for name, raw in content(folder / "here").items():
+        if not name.startswith("."):
+            assert objects.get(name) == raw, name
+    assert shard_files(folder / "here") and not shard_files(folder / "run" / "there")
+    opened, plain = store.HiddenStateStore(folder / "run" / "there", verify="deep"), store.HiddenStateStore(folder / "here")
+    for i in range(len(everything)):
+        assert same_bits(opened[i].hidden_states(), plain[i].hidden_states()) and opened[i].sha256 == everything[i].sha256
+        assert same_bits(opened[i].hidden_states([2, 0], slice(1, 70)), plain[i].hidden_states([2, 0], slice(1, 70)))
+    order = [7, 0, 13, 5]
+    assert same_bits(opened.read_encoded(order, [1]).decode(), plain.read_encoded(order, [1]).decode())
+    assert store.verify(folder / "run" / "there", values=True) == []
+    assert store.summary(folder / "run" / "there")["url"] == bucket
+    opened.close()
+
+
+def test_plain_zarr_reads_the_url_and_never_fill_values_from_the_local_folder(bucket, folder):
+    import zarr
+    from obstore.store import from_url
+
+    everything = make_remote(folder / "s", bucket, "bf16", parts=1)
+    with contextlib.suppress(KeyError):  # no such array is what it shall say
+        raise AssertionError(zarr.open(folder / "s", mode="r")["part-00000/hidden_states"])
+    remote = from_url(bucket, client_options={"allow_http": True})
+    stored = zarr.open(zarr.storage.ObjectStore(remote, read_only=True), mode="r")["part-00000/hidden_states"][
+        : len(everything[0].input_ids)
+    ]
+    assert np.array_equal(stored.view(np.int16), everything[0].hidden.view(torch.int16).numpy())
+
+
+def test_the_cache_is_bounded_shared_and_enough_by_itself(bucket, folder, server):
+    everything = make_remote(folder / "s", bucket, "bf16", parts=3)
+    shutil.rmtree(folder / "cache")
+    total = sum(row.hidden.nbytes for row in everything)
+    limit = total // 3
+    opened = store.HiddenStateStore(folder / "s", cache_bytes=limit)
+    cache = opened.remote.cache
+    cache.block_bytes = 4096
+    for number in np.random.default_rng(0).integers(0, len(opened), 60):
+        assert same_bits(opened[int(number)].hidden_states(), everything[number].hidden)
+        assert cache.num_bytes <= limit
+    assert cache.num_bytes > limit // 2
+    whole = store.HiddenStateStore(folder / "s", cache_bytes=2 * total)
+    whole.read_encoded(list(range(len(whole))))
+    other = store.HiddenStateStore(folder / "s", verify="off", cache_bytes=2 * total)
+    other.remote.objects = None  # whoever asks it now fails
+    assert same_bits(other[11].hidden_states(), everything[11].hidden)
+
+
+def test_what_was_used_last_is_kept(tmp_path):
+    cache = BlockCache(tmp_path, 1000)
+    for block in range(10):
+        cache.keep("part/file", block, bytes(100))
+        time.sleep(0.002)
+    buffer = memoryview(bytearray(100))
+    assert cache.read("part/file", 0, [buffer], 0, 100)
+    cache.keep("part/file", 10, bytes(100))
+    assert cache.num_bytes <= 1000
+    assert cache.read("part/file", 0, [buffer], 0, 100) and not cache.read("part/file", 1, [buffer], 0, 100)
+    assert not cache.read("part/file", 0, [buffer], 0, 99), "a block of another size is not taken"
+    cache.keep("part/file", 11, bytes(1001))
+    assert not cache.read("part/file", 11, [buffer], 0, 1001)
+
+
+def _fill(folder: Path, seed: int) -> None:
+    cache, generator = BlockCache(folder, 50_000), np.random.default_rng(seed)
+    while True:
+        number = int(generator.integers(0, 200))
+        cache.keep(f"part-{number % 7}", number, bytes([number]) * 1000)
+
+
+def test_processes_that_share_a_cache_may_be_killed(tmp_path):
+    children = [FORKSERVER.Process(target=_fill, args=(tmp_path, seed)) for seed in range(3)]
+    for child in children:
+        child.start()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "part-0").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for child in children:
+        time.sleep(0.2)
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+    cache = BlockCache(tmp_path, 50_000)
+    assert 0 < cache.num_bytes <= 50_000
+    found = 0
+    for number in range(200):
+        buffer = bytearray(1000)
+        if cache.read(f"part-{number % 7}", number, [memoryview(buffer)], 0, 1000):
+            found += 1
+            assert bytes(buffer) == bytes([number]) * 1000
+    assert found
+    for number in range(100):
+        cache.keep("part-9", number, bytes(1000))
+    assert 40_000 < cache.num_bytes <= 50_000
+
+
+def test_a_damaged_block_is_fetched_again(bucket, folder):
+    everything = make_remote(folder / "s", bucket, parts=1)
+    blocks = [path for path in (folder / "cache").rglob("*") if path.is_file() and path.name.isdigit()]
+    assert blocks, "what was just written is kept while there is room"
+    for path in blocks:
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        raw[3] ^= 1
+        path.write_bytes(raw)
+    opened = store.HiddenStateStore(folder / "s")
+    for i, row in enumerate(everything):
+        assert same_bits(opened[i].hidden_states(), row.hidden)
+
+
+def test_a_missing_or_changed_object_is_named(bucket, folder):
+    make_remote(folder / "s", bucket)
+    objects, name = open_objects(bucket), "part-00001/low/c/0/0/0"
+    raw = objects.get(name)
+    opened = store.HiddenStateStore(folder / "s")
+    objects.delete([name])
+    shutil.rmtree(folder / "cache")
+    with pytest.raises(StoreDamagedError, match=f"{bucket}/{name}: the object is missing"):
+        opened[10].hidden_states()
+    with pytest.raises(StoreDamagedError, match="part-00001.*low/c/0/0/0: the object is missing from s3://"):
+        store.HiddenStateStore(folder / "s")
+    (problem,) = store.verify(folder / "s", deep=False)
+    assert (problem.part, problem.file, problem.samples) == ("part-00001", "low/c/0/0/0", (0, 1))
+    objects.put(name, raw[:-1])
+    assert "bytes, manifest says" in str(*store.verify(folder / "s", deep=False))
+    objects.put(name, raw[:50] + bytes([raw[50] ^ 1]) + raw[51:])
+    assert store.verify(folder / "s", deep=False) == []
+    assert "content differs from its checksum" in str(*store.verify(folder / "s"))
+    with pytest.raises(StoreDamagedError, match="low/c/0/0/0: the object's content differs"):
+        store.HiddenStateStore(folder / "s", verify="deep")[10].hidden_states()
+    with pytest.raises(StoreDamagedError, match=f"{name}: the chunk of tap 0"):
+        store.HiddenStateStore(folder / "s", verify="off")[10].hidden_states()
+    objects.put(name, raw)
+    objects.put("part-00001/low/c/99/0/0", b"x")
+    assert "not in the manifest" in str(*store.verify(folder / "s", deep=False))
+    objects.delete(["part-00001/low/c/99/0/0"])
+    objects.put("index.json", b"{}")
+    assert "index.json" in str(*store.verify(folder / "s"))
+    assert store.rebuild_index(folder / "s") == ["part-00000", "part-00001"] and store.verify(folder / "s") == []
+
+
+def test_another_root_takes_over_what_is_there(bucket, folder):
+    everything = make_remote(folder / "one" / "s", bucket, "int8")
+    with pytest.raises(StoreError, match=r"is written from .*one/s on .*two roots must not write.*delete the object writer\.json"):
+        store.create_or_open(folder / "two" / "s", identity("int8"), url=bucket)
+    shutil.rmtree(folder / "one")
+    open_objects(bucket).delete(["writer.json"])
+    with pytest.raises(StoreIdentityError, match="dtype"):
+        store.create_or_open(folder / "three" / "s", identity("int8", dtype="float32"), url=bucket)
+    open_objects(bucket).delete(["writer.json"])
+    store.create_or_open(folder / "two" / "s", identity("int8"), url=bucket)
+    assert store.committed_hashes(folder / "two" / "s").keys() == {row.sha256 for row in everything}
+    everything += make_store_parts(folder / "two" / "s", "int8", [2])
+    assert store.verify(folder / "two" / "s") == [] and len(store.HiddenStateStore(folder / "two" / "s")) == len(everything)
+
+
+def test_the_url_of_a_store_does_not_change(bucket, folder):
+    make_remote(folder / "s", bucket, parts=1)
+    with pytest.raises(StoreError, match="is kept at s3://"):
+        store.create_or_open(folder / "s", identity())
+    with pytest.raises(StoreError, match="the run file says s3://other"):
+        store.create_or_open(folder / "s", identity(), url="s3://other/x")
+    make_store(folder / "local", parts=1)
+    with pytest.raises(StoreError, match="was begun in the local folder"):
+        store.create_or_open(folder / "local", identity(), url=bucket)
+    (folder / "s" / "remote.json").write_text((folder / "s" / "remote.json").read_text().replace("bucket", "basket"))
+    with pytest.raises(StoreDamagedError, match=r"remote\.json: its digest"):
+        store.HiddenStateStore(folder / "s")
+    assert "remote.json" in "".join(map(str, store.verify(folder / "s")))
+
+
+def test_errors_are_one_line(bucket, folder, monkeypatch):
+    def failure(url: str) -> str:
+        with pytest.raises(StoreError) as caught:
+            store.create_or_open(folder / url.replace("/", "-"), identity(), url=url)
+        assert "\n" not in str(caught.value) and "test-secret-key" not in str(caught.value)
+        return str(caught.value)
+
+    assert failure("s3://no-such-bucket/x") == "s3://no-such-bucket/x: there is no such bucket; create it, or mend [store] url"
+    assert "pip install" in failure("sftp://host/x") or "cannot be used" in failure("sftp://host/x")
+    assert "Protocol not known" in failure("nosuchscheme://x/y")
+    monkeypatch.setattr("dflash_offline.store.objects._RETRIES", 0)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert "check [store] url, credentials and endpoint" in failure(bucket)
+
+
+@pytest.mark.parametrize("url", ["s3://key:password@bucket/x", "https://user@host/x", "az://box/x?sig=password", "bucket/x", "s3:/x"])
+def test_urls_that_are_refused(url, run_file):
+    from dflash_offline.config import RunConfig
+
+    with pytest.raises(ConfigError, match=r"\[store\].*url") as caught:
+        RunConfig.load(run_file(4, store={"url": url}))
+    assert "password" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["file", "local"])  # obstore; fsspec
+def test_other_urls(scheme, folder):
+    url = f"{scheme}://{folder}/remote"
+    everything = make_remote(folder / "run" / "s", url)
+    opened = store.HiddenStateStore(folder / "run" / "s")
+    shutil.rmtree(folder / "run" / "cache")
+    assert all(same_bits(opened[i].hidden_states(), row.hidden) for i, row in enumerate(everything))
+    assert store.verify(folder / "run" / "s") == []
+    objects = open_objects(url)
+    objects.put("part-00000/mine.txt", b"foreign")
+    opened.remote.delete()
+    assert list(objects.sizes()) == ["part-00000/mine.txt"]
+    with pytest.raises(MissingObjectError, match="the object is missing"):
+        objects.get("index.json")
+
+
+def _write(root: Path, environment: dict[str, str], begun) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    parts = [rows(seed=i) for i in range(3)]
+    begun.set()
+    for i, samples in enumerate(parts):
+        with writer(root, f"part-{i:05d}", samples) as part:
+            for row in samples[part.resume_sample :]:
+                append(part, row)
+            part.commit({"replica": 0})
+
+
+def _run_writer(root: Path, environment: dict[str, str], kill_after: float | None) -> tuple[bool, float]:
+    """Whether it came to its end, and the seconds it wrote."""
+    begun = FORKSERVER.Event()
+    child = FORKSERVER.Process(target=_write, args=(root, environment, begun))
+    child.start()
+    assert begun.wait(120)
+    start = time.monotonic()
+    child.join(120 if kill_after is None else kill_after)
+    seconds = time.monotonic() - start
+    if child.exitcode is None:
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode == 0, seconds
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.long)])
+def test_a_killed_writer_loses_nothing(kills, bucket, folder, server):
+    FORKSERVER.set_forkserver_preload(["torch", "dflash_offline.store", "obstore"])
+    make_store(folder / "here", parts=3)
+    store.create_or_open(folder / "undisturbed", identity(), url=f"{bucket}/undisturbed")
+    ended, seconds = _run_writer(folder / "undisturbed", server.environment, None)
+    generator, found, kill = np.random.default_rng(kills), set(), 0
+    while kill < kills:
+        root, url = folder / f"run-{kill}" / "s", f"{bucket}/{kill}"
+        objects = open_objects(url)
+        store.create_or_open(root, identity(), url=url)
+        ended, _ = _run_writer(root, server.environment, float(generator.random()) * seconds)
+        if not ended:
+            kill += 1
+            committed = store.committed_parts(root)
+            found.add((len(committed), len(objects.sizes())))
+            for part in committed:  # what counts as committed is whole in the object store
+                assert objects.get(f"{part}/manifest.json") == (root / part / "manifest.json").read_bytes()
+            ended, _ = _run_writer(root, server.environment, None)
+        assert ended and store.verify(root, values=True) == [] and not shard_files(root)
+        for name, raw in content(folder / "here").items():
+            if not name.startswith("."):
+                assert objects.get(name) == raw, name
+    assert len(found) > kills // 4, f"the kills came at the same places: {found}"
+
+
+def _cli(folder: Path, *arguments: str, environment: dict[str, str]) -> tuple[int, str]:
+    """Exit status and everything said by ``python -m ARGUMENTS``."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, cwd=folder, env=os.environ | environment, timeout=300, check=False, **streams)
+    return done.returncode, done.stdout
+
+
+def test_capture_and_training_through_s3(tmp_path, server, bucket, tiny_target, conversations):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in conversations[:12]), encoding="utf-8")
+    sections = {"train": {"epochs": 1, "max_steps": 2}, "store": {"codec": "int8", "url": bucket, "cache_bytes": 100_000_000}}
+    path = write_run_file(tmp_path, model=tiny_target, files=[corpus], **sections)
+
+    def luigi(task: str) -> tuple[int, str]:
+        return _cli(tmp_path, "luigi", "--module", "pipelines", task, "--log-level", "WARNING", environment=server.environment)
+
+    status, said = luigi("TrainDrafter")
+    assert status == 0, said
+    (root,) = (tmp_path / "out").glob("captures/*/hidden_states.zarr")
+    objects = open_objects(f"{bucket}/{root.parent.name}/hidden_states.zarr")
+    assert not shard_files(root) and len(objects.sizes()) > 20
+    secret = server.environment["AWS_SECRET_ACCESS_KEY"]
+    assert secret not in said and not any(p.is_file() and secret.encode() in p.read_bytes() for p in (tmp_path / "out").rglob("*"))
+    (metrics,) = (tmp_path / "out").glob("drafters/*/metrics.jsonl")
+    assert sum("loss" in line for line in metrics.read_text().splitlines()) == 2
+    assert store.verify(root, values=True) == []
+    there = store.HiddenStateStore(root)
+    expected = {there[i].sha256: there[i].hidden_states() for i in range(len(there))}
+    # the root is lost: another one goes on with what is there and captures nothing again
+    shutil.rmtree(tmp_path / "out")
+    objects.delete(["writer.json"])
+    status, said = luigi("CaptureHiddenStates")
+    assert status == 0, said
+    (plan,) = (tmp_path / "out").glob("captures/*/plans/*.json")
+    assert json.loads(plan.read_text())["parts"] == []
+    there = store.HiddenStateStore(root, verify="deep")
+    assert all(same_bits(there[there.find(sha256)].hidden_states(), hidden) for sha256, hidden in expected.items()) and len(expected) == 12
+    # a bucket that is not there: one line, before a model is loaded
+    path.write_text(path.read_text().replace(bucket, "s3://nowhere/x").replace('root = "out"', 'root = "other"'))
+    status, said = luigi("PrepareCorpus")
+    assert status == 30 and "s3://nowhere/x/" in said and "there is no such bucket" in said and "Traceback" not in said
