@@ -19,6 +19,7 @@ another output and an unchanged one is never made again. Models run as ``python 
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import luigi
 
@@ -299,6 +300,12 @@ class DFlashAll(luigi.WrapperTask, RunTask):
     def requires(self) -> luigi.Task:
         return WriteReport(config=self.config)
 
+    def deps(self) -> Any:
+        """As ``RunTask.deps``; of several drafters, those that are evaluated are named even if another one fails."""
+        if self.run_config.drafters:
+            outcome().when_failed = lambda: "\n".join(ranking_lines(ranked(self.run_config)))
+        return super().deps()
+
     def run(self) -> None:
         outcome().add("result", self.task_family, self.results())
 
@@ -317,12 +324,6 @@ class DFlashAll(luigi.WrapperTask, RunTask):
         if evaluate_gpus(best.config) == "cpu":
             lines.append("(on a CPU, drafting shows no speed-up: it is the acceptance length that carries over to a GPU)")
         return "\n".join(lines)
-
-
-@DFlashAll.event_handler(luigi.Event.DEPENDENCY_MISSING)
-def _incomplete(task: DFlashAll) -> None:
-    if task.run_config.drafters:  # one that fails takes nothing from the others
-        outcome().when_failed = lambda: "\n".join(ranking_lines(ranked(task.run_config)))
 
 
 @DFlashAll.event_handler(luigi.Event.DEPENDENCY_PRESENT)

@@ -2,6 +2,7 @@
 
 ``facts``    gathers what the manifests, metrics and results of a run say
 ``plots``    curves as SVG (matplotlib)                                          ``blocks``  facts -> page
+``ranking``  the drafters of a run file, best first                             ``several`` the page of several drafters
 ``page``     the page as Markdown and as HTML
 ``stage``    ``python -m dflash_offline.report``
 """

@@ -28,23 +28,23 @@ def _bytes(count: float) -> str:
 def page_blocks(facts: Facts) -> list[Block]:
     """The whole page: result first, then what it was made from."""
     return [
-        Heading(f"DFlash drafter for {_target(facts)}", 1),
-        *_result(facts),
-        *_evaluation(facts),
-        *_training(facts),
-        *_capture(facts),
-        *_corpus(facts),
-        *_versions(facts),
-        *_settings(facts),
+        Heading(f"DFlash drafter for {target_title(facts)}", 1),
+        *result_section(facts),
+        *evaluation_section(facts),
+        *training_section(facts),
+        *capture_section(facts),
+        *corpus_section(facts),
+        *versions_section(facts),
+        *settings_section(facts),
     ]
 
 
-def _target(facts: Facts) -> str:
+def target_title(facts: Facts) -> str:
     model = facts.config.target.model
     return facts.config.export.target_name or (model.rstrip("/").rsplit("/", 1)[-1] if model.startswith((".", "/", "~")) else model)
 
 
-def _result(facts: Facts) -> list[Block]:
+def result_section(facts: Facts) -> list[Block]:
     overall, drafter = facts.evaluation.get("overall") or {}, facts.drafter
     rows: list[list[str]] = []
     if overall.get("acceptance_length") is not None:
@@ -70,7 +70,7 @@ def _result(facts: Facts) -> list[Block]:
     return blocks
 
 
-def _evaluation(facts: Facts) -> list[Block]:
+def evaluation_section(facts: Facts) -> list[Block]:
     datasets = facts.evaluation.get("datasets") or {}
     blocks: list[Block] = [Heading("Draft and verify on the target")]
     if not datasets:
@@ -123,7 +123,7 @@ def _evaluation(facts: Facts) -> list[Block]:
     return blocks
 
 
-def _training(facts: Facts) -> list[Block]:
+def training_section(facts: Facts) -> list[Block]:
     captions = {
         "loss": "Loss of a step, and on held-out conversations",
         "acceptance": "tau over uniform anchors: a training curve, higher than what a real loop gives",
@@ -174,7 +174,7 @@ def _spread(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
 
 
-def _capture(facts: Facts) -> list[Block]:
+def capture_section(facts: Facts) -> list[Block]:
     blocks: list[Block] = [Heading("Capture")]
     tokens, size = (sum(part[name] for part in facts.parts) for name in ("tokens", "bytes"))
     if facts.parts:
@@ -201,7 +201,7 @@ def _capture(facts: Facts) -> list[Block]:
     return blocks
 
 
-def _corpus(facts: Facts) -> list[Block]:
+def corpus_section(facts: Facts) -> list[Block]:
     rows = [
         [
             row["bucket"],
@@ -222,7 +222,7 @@ def _corpus(facts: Facts) -> list[Block]:
     return blocks
 
 
-def _versions(facts: Facts) -> list[Block]:
+def versions_section(facts: Facts) -> list[Block]:
     environment = dict(facts.drafter.get("environment") or {})
     machine = facts.drafter.get("machine")
     for name, value in (machine or {}).items() if isinstance(machine, dict) else []:
@@ -237,7 +237,7 @@ def _versions(facts: Facts) -> list[Block]:
     return [Heading("Versions"), Text("What trained the drafter."), Table(["", ""], rows)]
 
 
-def _settings(facts: Facts) -> list[Block]:
+def settings_section(facts: Facts) -> list[Block]:
     rows = [[name, f"{key}"] for name, key in facts.keys.items()]
     return [
         Heading("Keys and settings"),

@@ -11,7 +11,7 @@ from dflash_offline.progress import Progress
 
 
 def write_report(config: RunConfig, key: str) -> Path:
-    """Gather, write, commit; returns the folder.
+    """Gather, write, commit; returns the folder. Several drafters share one page, which ranks them.
 
     Raises:
         DFlashError: a stage before the report is not complete.
@@ -19,9 +19,13 @@ def write_report(config: RunConfig, key: str) -> Path:
     from dflash_offline.report.blocks import page_blocks
     from dflash_offline.report.facts import gather
     from dflash_offline.report.page import Plot, markdown, self_contained_html
+    from dflash_offline.report.ranking import ranked
+    from dflash_offline.report.several import page_of_drafters
 
-    facts = gather(config)
-    blocks = page_blocks(facts)
+    facts = {each.name: gather(each) for each in config.each_drafter()}
+    placed = ranked(config)
+    best = placed[0]
+    blocks = page_of_drafters(config, placed, facts) if config.drafters else page_blocks(facts[best.name])
     folder = Layout(config.root_dir).report(key)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -29,8 +33,9 @@ def write_report(config: RunConfig, key: str) -> Path:
     files |= {f"{block.name}.svg": block.svg for block in blocks if isinstance(block, Plot)}
     for name, text in files.items():
         write_bytes(folder / name, text.encode(), durable=False)
-    overall = facts.evaluation.get("overall") or {}
-    write_manifest(folder, kind="report", key=key, files=sorted(files), acceptance_length=overall.get("acceptance_length"))
+    ranking = [{"drafter": one.name, "acceptance_length": one.length, "interval": one.interval, "tau_replay": one.replay} for one in placed]
+    more = {"ranking": ranking} if config.drafters else {}
+    write_manifest(folder, kind="report", key=key, files=sorted(files), acceptance_length=best.length, **more)
     return folder
 
 

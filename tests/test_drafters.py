@@ -1,0 +1,253 @@
+"""Several drafters from one store, and one drafter over several hosts: the literal command, in real processes.
+
+Hosts are processes of this machine that are told another host name.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_runs as runs
+from click.testing import CliRunner
+from conftest import write_run_file
+
+from dflash_offline import keys
+from dflash_offline.cli import main
+from dflash_offline.config import RunConfig
+from dflash_offline.layout import Layout
+from dflash_offline.manifest import read_json, read_manifest
+from dflash_offline.report.ranking import interval_of_mean, ranked
+from dflash_offline.tidy import prune_plan
+
+TRAIN = {"mode": "independent", "epochs": 2}
+THREE = """
+[[drafters]]
+name = "shallow"
+
+[[drafters]]
+name = "small.blocks"
+block_size = 3
+target_layer_ids = [2, 0]
+seed = 4
+
+[[drafters]]
+name = "broken"
+lr = 1e30
+"""
+
+
+def started(output: str) -> list[str]:
+    return sorted(re.findall(r"([\w.-]+): started on the CPU", output))
+
+
+def command(folder: Path, *arguments: str, config: Path | None = None, host: str | None = None) -> "subprocess.Popen[str]":
+    """``luigi --module pipelines ...`` in a folder, on two cores, under another host name if one is given."""
+    environment = dict(os.environ)
+    if host is not None:
+        told = folder / f"told-{host}"
+        told.mkdir()
+        (told / "sitecustomize.py").write_text(f"import socket\nsocket.gethostname = lambda: {host!r}\n")
+        environment["PYTHONPATH"] = os.pathsep.join([str(told), *filter(None, [environment.get("PYTHONPATH")])])
+    options = [] if config is None else ["--config", str(config)]
+    cores = set(sorted(os.sched_getaffinity(0))[:2])
+    return subprocess.Popen(
+        [sys.executable, "-m", "luigi", "--module", "pipelines", *arguments, *options],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )
+
+
+def run(folder: Path, *arguments: str, status: int = 0) -> str:
+    process = command(folder, *arguments)
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == status, output
+    return output
+
+
+def cli(*arguments: str, status: int = 0) -> str:
+    result = CliRunner().invoke(main, list(arguments))
+    assert result.exit_code == status, (result.output, result.exception)
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, conversations: list[dict[str, Any]]) -> tuple[Path, str, str]:
+    """A run with a drafter that diverges, then without it: folder, and what the two commands printed."""
+    folder = tmp_path_factory.mktemp("three")
+    corpus, prompts = folder / "corpus.jsonl", folder / "sums.jsonl"
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in conversations[:16]), encoding="utf-8")
+    prompts.write_text(
+        "".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in ("1 + 1?", "What is a prime?"))
+    )
+    path = write_run_file(
+        folder,
+        model=tiny_target,
+        files=[corpus],
+        train=TRAIN,
+        evaluate={"prompts": [str(prompts)], "heldout_rows": 2, "heldout_loop_rows": 0},
+    )
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text + THREE, encoding="utf-8")
+    failed = run(folder, "DFlashAll", status=30)
+    path.write_text(text + THREE[: THREE.index('\n[[drafters]]\nname = "broken"')], encoding="utf-8")
+    return folder, failed, run(folder, "DFlashAll")
+
+
+def test_a_drafter_that_fails_takes_nothing_from_the_others(three: tuple[Path, str, str]) -> None:
+    folder, output, _ = three
+    names = ["shallow", "small.blocks"]
+    assert started(output) == sorted(
+        ["corpus", "capture-0", *(f"{stage}-{name}" for stage in ("evaluate", "export") for name in names)]
+        + [f"train-{name}-0" for name in (*names, "broken")]
+    )
+    last = output.splitlines()[-3:]
+    assert {line.split(":")[0].split(". ")[1] for line in last[:2]} == set(names), "what there is nevertheless"
+    log = folder / "out" / "logs" / "train" / "train-broken-0.log"
+    assert re.fullmatch(
+        rf"luigi: error: TrainDrafter broken: train-broken-0 failed: .*not finite.*; its log is {re.escape(str(log))}", last[2]
+    )
+    assert "Traceback" not in output
+    assert re.search(r"^train-[\w.]+: queued: waits for 1 of CPU place 1, CPU place 2$", output, flags=re.MULTILINE), (
+        "two cores, three drafters"
+    )
+
+
+def test_the_others_are_ranked_without_being_made_again(three: tuple[Path, str, str]) -> None:
+    folder, _, output = three
+    assert started(output) == ["report"]
+    config = RunConfig.load(folder / "run.toml")
+    best, other = ranked(config)
+    assert best.length is not None and other.length is not None and best.length >= other.length
+    last = output.splitlines()[-7:]
+    assert last[0].startswith("drafter: out/exports/") and (folder / last[0].removeprefix("drafter: ") / "model.safetensors").is_file()
+    assert last[2] == f"acceptance length: {best.length:.2f}" and last[3] == f"best of 2 drafters: {best.name}"
+    assert last[4].startswith(f"1. {best.name}: {best.figures()}, out/exports/") and last[5].startswith(f"2. {other.name}: ")
+    assert [one.config.drafter.block_size for one in sorted((best, other), key=lambda one: one.name)] == [4, 3]
+
+
+def test_the_report_ranks_them(three: tuple[Path, str, str]) -> None:
+    config = RunConfig.load(three[0] / "run.toml")
+    folder = Layout(config.root_dir).report(keys.report_key(config))
+    best, other = ranked(config)
+    manifest, text = read_manifest(folder, kind="report"), (folder / "report.md").read_text(encoding="utf-8")
+    assert [entry["drafter"] for entry in manifest["ranking"]] == [best.name, other.name]
+    assert best.interval is not None and best.replay is not None
+    row = f"| 1 | {best.name} | {best.length:.3f} | {best.interval[0]:.3f} to {best.interval[1]:.3f} | {best.replay:.3f} |"
+    assert row in text
+    assert "block_size = 3, target_layer_ids = [2, 0], seed = 4 |" in text
+    for name in ("shallow", "small.blocks"):
+        assert f"\n## {name}\n" in text and f"\n### {name}: training\n" in text
+    assert {"shallow_loss.svg", "small_blocks_loss.svg"} <= set(manifest["files"])
+    assert text.count("\n## Capture\n") == 1
+
+
+def test_each_trained_from_the_one_store_what_its_entry_says(three: tuple[Path, str, str]) -> None:
+    config = RunConfig.load(three[0] / "run.toml")
+    layout = Layout(config.root_dir)
+    assert len(list((layout.root / "captures").iterdir())) == 1
+    shapes = {each.name: read_json(layout.drafter(keys.train_key(each)) / "drafter" / "shape.json") for each in config.each_drafter()}
+    assert (shapes["shallow"]["block_size"], shapes["shallow"]["target_layer_ids"]) == (4, [0, 1, 2])
+    assert (shapes["small.blocks"]["block_size"], shapes["small.blocks"]["target_layer_ids"]) == (3, [2, 0])
+
+
+def test_prune_keeps_all_drafters_and_deletes_the_one_that_went(three: tuple[Path, str, str]) -> None:
+    config = RunConfig.load(three[0] / "run.toml")
+    layout = Layout(config.root_dir)
+    kept = {layout.drafter(keys.train_key(each)) for each in config.each_drafter()}
+    removals = [path for removal in prune_plan([config]) for path in removal.paths]
+    assert len(removals) == 1 and removals[0].parent.name == "drafters" and removals[0] not in kept
+    checkpoints = [path for removal in prune_plan([config], checkpoints=True, store=True) for path in removal.paths]
+    assert {folder / "checkpoints" for folder in kept} | {layout.store(keys.capture_key(config))} <= set(checkpoints)
+
+
+def test_commands_take_the_drafters_name(three: tuple[Path, str, str]) -> None:
+    option = ["--config", str(three[0] / "run.toml")]
+    for arguments in (["export"], ["generate", "1 + 1?"], ["evaluate"]):
+        assert "several drafters; name one of shallow, small.blocks with --drafter" in cli(*arguments, *option, status=1)
+    assert "no drafter is called 'deep'; there are shallow, small.blocks" in cli("export", "--drafter", "deep", *option, status=1)
+    assert "zlab" in cli("export", "--drafter", "shallow", *option)
+    assert cli("generate", "1 + 1?", "--drafter", "small.blocks", "--max-new-tokens", "4", *option)
+    status = json.loads(cli("status", "--json", *option))
+    assert {(stage["name"], stage["drafter"]) for stage in status["stages"] if stage["drafter"]} == {
+        (stage, name) for stage in ("train", "export", "evaluate") for name in ("shallow", "small.blocks")
+    }
+    assert {stage["state"] for stage in status["stages"]} == {"complete"}
+    assert cli("report", "--path", *option)
+    assert json.loads(cli("plan", "--json", *option))["tokens_to_capture"] == 0
+
+
+def test_a_name_is_asked_of_luigi_too(three: tuple[Path, str, str]) -> None:
+    folder = three[0]
+    assert "name one of shallow, small.blocks with --drafter" in run(folder, "TrainDrafter", status=1).splitlines()[-1]
+    assert started(run(folder, "TrainDrafter", "--drafter", "shallow")) == []
+
+
+def test_interval_of_a_mean_is_narrower_than_its_parts() -> None:
+    sets = {"a": {"acceptance_length": 2.0, "interval": [1.7, 2.3]}, "b": {"acceptance_length": 3.0, "interval": [2.6, 3.8]}}
+    low, high = interval_of_mean(sets) or (0, 0)
+    assert low == pytest.approx(2.5 - 0.25) and high == pytest.approx(2.5 + (0.3**2 + 0.8**2) ** 0.5 / 2)
+    assert interval_of_mean({}) is None and interval_of_mean({"a": {"acceptance_length": None, "interval": None}}) is None
+
+
+# ---------------------------------------------------------------- hosts
+
+
+def test_gpus_of_this_host(tmp_path: Path) -> None:
+    text = '[target]\nmodel = "x"\n[corpus]\nfiles = ["a"]\n'
+    text += '[hosts.HOST]\ntarget_gpus = [0]\ntrain_gpus = "all"\n[hosts.other]\ntrain_gpus = [7]\n'
+    for host, target_gpus, train_gpus in ((socket.gethostname(), [0], "all"), ("yonder", [0, 1, 2, 3, 4], [5, 6, 7])):
+        path = tmp_path / "run.toml"
+        path.write_text(text.replace("HOST", f'"{host}"'))
+        config = RunConfig.load(path)
+        assert (config.target.gpus, config.train.gpus) == (target_gpus, train_gpus)
+    assert config.on_host("OTHER.example.org").train.gpus == [7]
+    assert config.on_host("other2").train.gpus == [5, 6, 7]
+
+
+def test_two_hosts_capture_and_train_one_drafter_together(tmp_path: Path, tiny_target: Path, conversations: list[dict[str, Any]]) -> None:
+    both = tmp_path / "both"
+    both.mkdir()
+    (both / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in conversations[:16]), encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    train = {"epochs": 2, "micro_batches_per_step": 3}
+    nodes = {"nodes": ["node-a", "node-b.cluster"], "master_address": "127.0.0.1", "master_port": port}
+    store = {"part_bytes": 150_000, "shard_bytes": 60_000}
+    path = write_run_file(both, model=tiny_target, files=[both / "corpus.jsonl"], corpus=runs.CORPUS, store=store, train=train | nodes)
+    hosts = []
+    for host in ("node-a.cluster", "node-b"):
+        folder = tmp_path / host
+        folder.mkdir()
+        hosts.append(command(folder, "DFlashAll", config=path, host=host))
+    outputs = [process.communicate(timeout=300)[0] for process in hosts]
+    assert [process.returncode for process in hosts] == [0, 0], "\n".join(outputs)
+    a, b = outputs
+    assert "train-0: started" in a and "train-1: started" not in a and "train-1: started" in b and "train-0: started" not in b
+    assert f"train: node 2 of 2, 1 of 2 ranks, which meet at 127.0.0.1:{port}" in b
+    assert all("capture-0: started" in output for output in outputs)
+    for stage in ("corpus", "export", "evaluate", "report"):
+        assert started(a + b).count(stage) == 1, stage
+    for output in outputs:
+        assert output.splitlines()[-4].startswith("drafter: ")
+    logs = both / "out" / "logs"
+    assert (logs / "train" / "node-a.cluster" / "train-0.log").is_file() and (logs / "train" / "node-b" / "train-1.log").is_file()
+    assert read_manifest(runs.drafter_folder(path), kind="drafter")["ranks"] == 2
+
+    alone = runs.make_run(tmp_path / "alone", both, model=tiny_target, store=store, train=train)
+    runs.train_here(alone)
+    assert len(runs.losses(alone)) > 3
+    for (step, loss, norm), (other_step, other_loss, other_norm) in zip(runs.losses(path), runs.losses(alone), strict=True):
+        assert step == other_step and loss == pytest.approx(other_loss, rel=2e-5) and norm == pytest.approx(other_norm, rel=2e-4)
