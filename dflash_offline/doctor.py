@@ -116,6 +116,7 @@ def _gpus(config: RunConfig) -> Iterator[Check]:
     for where, wanted, count in (
         ("[target] gpus", config.target.gpus, config.target.replicas),
         ("[train] gpus", config.train.gpus, config.train.ranks),
+        *((f"[[drafters]] {entry['name']}: gpus", entry["gpus"], config.train.ranks) for entry in config.drafters if "gpus" in entry),
     ):
         try:
             found_ids = gpus.resolve(wanted, count, where=where)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_offline import identity, keys
 from dflash_offline.config import RunConfig
+from dflash_offline.config.drafters import own_gpus
 from dflash_offline.errors import DFlashError, StoreError
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_manifest
@@ -75,7 +76,7 @@ def estimate(
     Args:
         sample: conversations tokenised, unless the corpus is prepared already, which is exact.
         capture_tokens_per_s: of one replica; measured parts under this root when left out.
-        train_tokens_per_s: of all ranks together; the newest training under this root when left out.
+        train_tokens_per_s: of all ranks of a drafter together; the newest training under this root when left out.
 
     Raises:
         DFlashError: target or corpus cannot be read.
@@ -89,15 +90,11 @@ def estimate(
     while not disk.exists():
         disk = disk.parent
     free = shutil.disk_usage(disk).free
-    replicas, ranks = _processes(config)
+    replicas = _replicas(config)
     capture_rate = capture_tokens_per_s or _measured_capture(layout)
     train_rate = train_tokens_per_s or _measured_training(layout)
     capture_s = left_tokens / (capture_rate * replicas) if capture_rate else None
-    trained = found.tokens * (1 - config.corpus.heldout_fraction) * config.train.epochs
-    train_s = trained / train_rate if train_rate else None
-    if train_s is not None and config.train.max_steps is not None:
-        most = config.train.max_steps * config.train.micro_batches_per_step * config.train.tokens_per_batch
-        train_s *= min(1.0, most / max(1.0, trained))
+    train_s = _training_s(config, found.tokens, train_rate) if train_rate else None
     if found.is_bound:
         warnings.append(
             "the answers are not written yet: each counts as long as it may become "
@@ -123,7 +120,7 @@ def estimate(
         disk=str(disk),
         fits=needed <= free,
         replica_bytes=_replica_bytes(config),
-        rank_bytes=_rank_bytes(config),
+        rank_bytes=max(_rank_bytes(each) for each in config.each_drafter()),
         capture_s=capture_s,
         train_s=train_s,
         idle_capture_gpu_h=None if capture_s is None else idle_capture * capture_s / 3600,
@@ -234,20 +231,35 @@ def _parts_of_corpus(config: RunConfig, layout: Layout, corpus: "Corpus", captur
     return len(parts)
 
 
-def _processes(config: RunConfig) -> tuple[int, int]:
-    """Replicas and ranks, taking the run file's word for GPUs this machine may not have (a plan is made anywhere)."""
+def _replicas(config: RunConfig) -> int:
+    """Replicas, taking the run file's word for GPUs this machine may not have (a plan is made anywhere)."""
     from dflash_offline.gpus import visible
 
-    def count(gpus: Any, on_cpu: int) -> int:
-        return on_cpu if gpus == "cpu" else max(1, len(visible())) if gpus == "all" else len(gpus)
+    gpus = config.target.gpus
+    return config.target.replicas if gpus == "cpu" else max(1, len(visible())) if gpus == "all" else len(gpus)
 
-    return count(config.target.gpus, config.target.replicas), count(config.train.gpus, config.train.ranks)
+
+def _training_s(config: RunConfig, tokens: int, rate: float) -> float:
+    """Seconds of training at ``rate`` context tokens per second and drafter; drafters that share GPUs queue for them."""
+    from dflash_offline.gpus import visible
+
+    own, shared = [0.0], [0.0]
+    with_gpus = {entry["name"] for entry in config.drafters if "gpus" in entry}
+    for each in config.each_drafter():
+        train = each.train
+        trained = tokens * (1 - config.corpus.heldout_fraction) * train.epochs
+        if train.max_steps is not None:
+            trained = min(trained, train.max_steps * train.micro_batches_per_step * train.tokens_per_batch)
+        (own if each.name in with_gpus or not each.name else shared).append(trained / rate)
+    gpus = config.train.gpus
+    places = len(shared) if gpus == "cpu" else len(set(range(len(visible())) if gpus == "all" else gpus) - set(own_gpus(config.drafters)))
+    return max(*own, *shared, sum(shared) / max(1, places))
 
 
 def _idle_gpus(config: RunConfig) -> tuple[int, int]:
     """GPUs of the run file that wait during capture, and during training."""
     capture = set(config.target.gpus) if isinstance(config.target.gpus, list) else None
-    train = set(config.train.gpus) if isinstance(config.train.gpus, list) else None
+    train = {*config.train.gpus, *own_gpus(config.drafters)} if isinstance(config.train.gpus, list) else None
     if capture is None or train is None:
         return 0, 0
     return len(train - capture), len(capture - train)

@@ -45,9 +45,13 @@ def run_smoke(config: RunConfig, *, rows: int, steps: int, keep: bool, say: Call
         raise ProcessError(f"the smoke run failed with exit status {status}; its files and logs are in {folder}")
     reduced = RunConfig.load(path)
     layout = Layout(reduced.root_dir)
-    results = read_json(layout.evaluation(keys.evaluate_key(reduced)) / "results.json")
-    length = (results.get("overall") or {}).get("acceptance_length")
-    accepted = "" if length is None else f"; acceptance length {length:.2f} (of a drafter hardly trained)"
+    lengths = []
+    for each in reduced.each_drafter():
+        results = read_json(layout.evaluation(keys.evaluate_key(each)) / "results.json")
+        if (length := (results.get("overall") or {}).get("acceptance_length")) is not None:
+            lengths.append(f"{each.name} {length:.2f}".lstrip())
+    several = "drafters" if reduced.drafters else "a drafter"
+    accepted = f"; acceptance length {', '.join(lengths)} (of {several} hardly trained)" if lengths else ""
     say(f"smoke run passed in {time.monotonic() - begin:.0f} s{accepted}")
     if keep:
         say(f"kept: {folder}")
@@ -100,7 +104,11 @@ def reduced_run_file(config: RunConfig, *, corpus: Path, rows: int, steps: int) 
         "log_every": 1,
         "checkpoint_every": max(1, steps // 2),
         "evaluate_every": max(1, steps),
+        "nodes": [],  # this host is tried, not the others
     }
+    for entry in sections.get("drafters", []):
+        for name in {"max_steps", "log_every", "checkpoint_every", "evaluate_every"} & set(entry):
+            del entry[name]
     sections["evaluate"] = sections.get("evaluate", {}) | {
         "prompts": [str(path) for path in config.files(config.evaluate.prompts, where="[evaluate] prompts")],
         "max_prompts": min(_PROMPTS, config.evaluate.max_prompts),

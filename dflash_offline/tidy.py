@@ -47,7 +47,7 @@ def _size(path: Path) -> int:
 
 
 def reset_plan(config: RunConfig, stage: str) -> list[Removal]:
-    """What makes a stage of this run file incomplete again: its manifest, so that it is made anew in its place.
+    """What makes a stage of this run file incomplete again, with all its drafters: its manifest, so that it is made anew in its place.
 
     ``train`` also loses its checkpoints, else it would at once be complete again; ``capture`` loses the store and its
     plans, for every corpus that was captured into it; ``regenerate`` loses every answer.
@@ -60,15 +60,14 @@ def reset_plan(config: RunConfig, stage: str) -> list[Removal]:
     elif stage == "capture":
         paths = [layout.capture(keys.capture_key(config))]
     elif stage == "train":
-        folder = layout.drafter(keys.train_key(config))
-        paths = [folder / MANIFEST, folder / "checkpoints", folder / "metrics.jsonl", folder / "tensorboard"]
+        folders = [layout.drafter(keys.train_key(each)) for each in config.each_drafter()]
+        paths = [folder / name for folder in folders for name in (MANIFEST, "checkpoints", "metrics.jsonl", "tensorboard")]
+    elif stage == "export":
+        paths = [layout.export(keys.export_key(each)) / MANIFEST for each in config.each_drafter()]
+    elif stage == "evaluate":
+        paths = [layout.evaluation(keys.evaluate_key(each)) / MANIFEST for each in config.each_drafter()]
     else:
-        folder = {
-            "export": lambda: layout.export(keys.export_key(config)),
-            "evaluate": lambda: layout.evaluation(keys.evaluate_key(config)),
-            "report": lambda: layout.report(keys.report_key(config)),
-        }[stage]()
-        paths = [folder / MANIFEST]
+        paths = [layout.report(keys.report_key(config)) / MANIFEST]
     there = [path for path in paths if path.exists() or path.is_symlink()]
     return [Removal(f"{stage} of {config.source.name}", there, sum(map(_size, there)))] if there else []
 
@@ -87,13 +86,14 @@ def prune_plan(configs: list[RunConfig], *, store: bool = False, checkpoints: bo
     layout = Layout(configs[0].root_dir)
     if any(config.root_dir != layout.root for config in configs):
         raise DFlashError("prune: the run files have different roots; name those of one root at a time")
+    drafters = [each for config in configs for each in config.each_drafter()]
     needed: dict[str, set[str]] = {
         "regenerations": {keys.regenerate_key(config) for config in configs if config.regenerates},
         "corpora": {keys.corpus_key(config) for config in configs},
         "captures": {keys.capture_key(config) for config in configs},
-        "drafters": {keys.train_key(config) for config in configs},
-        "exports": {keys.export_key(config) for config in configs},
-        "evaluations": {keys.evaluate_key(config) for config in configs},
+        "drafters": {keys.train_key(each) for each in drafters},
+        "exports": {keys.export_key(each) for each in drafters},
+        "evaluations": {keys.evaluate_key(each) for each in drafters},
         "reports": {keys.report_key(config) for config in configs},
     }
     removals = []
@@ -107,15 +107,14 @@ def prune_plan(configs: list[RunConfig], *, store: bool = False, checkpoints: bo
     streams = [path for path in layout.inputs.glob("stdin-*") if _STREAM.fullmatch(path.name)] if not layout.inputs.is_symlink() else []
     if older := sorted(path for path in streams if path.name != stdin_name(layout)):
         removals.append(Removal("standard input of earlier runs", older, sum(map(_size, older))))
-    for config in configs:
-        trained = layout.drafter(keys.train_key(config))
-        if not (trained / MANIFEST).is_file():
-            continue
-        path = layout.store(keys.capture_key(config))
-        if store and path.is_dir() and path not in [path for removal in removals for path in removal.paths]:
+    trained = [each for each in drafters if (layout.drafter(keys.train_key(each)) / MANIFEST).is_file()]
+    waiting = {layout.store(keys.capture_key(each)) for each in drafters if each not in trained}
+    for path in dict.fromkeys(layout.store(keys.capture_key(each)) for each in trained):
+        if store and path.is_dir() and path not in waiting and path not in [path for removal in removals for path in removal.paths]:
             removals.append(Removal("store whose drafter is trained", [path], _size(path)))
-        if checkpoints and (trained / "checkpoints").is_dir():
-            removals.append(Removal("checkpoints of a trained drafter", [trained / "checkpoints"], _size(trained / "checkpoints")))
+    for path in dict.fromkeys(layout.drafter(keys.train_key(each)) / "checkpoints" for each in trained):
+        if checkpoints and path.is_dir():
+            removals.append(Removal("checkpoints of a trained drafter", [path], _size(path)))
     return removals
 
 

@@ -46,7 +46,8 @@ def store_path(store: Path | None, config: Path | None, *, damaged: bool = False
 
         run = load_run(config)
         path = Layout(run.root_dir).store(keys.capture_key(run))
-        if store_was_deleted(Layout(run.root_dir), keys.capture_key(run), keys.train_key(run)):
+        trained = [keys.train_key(each) for each in run.each_drafter()]
+        if all(store_was_deleted(Layout(run.root_dir), keys.capture_key(run), key) for key in trained):
             raise StoreError(f"{path}: store deleted (the drafter is trained)")
         hint = f"nothing has been captured for {run.source.name} as it is now; run `luigi --module pipelines CaptureHiddenStates` first"
     else:

@@ -33,7 +33,7 @@ def doctor(config: Path | None, as_json: bool) -> None:
 @json_option
 @click.option("--sample", type=click.IntRange(min=1), default=2000, show_default=True, help="Conversations tokenised for the estimate.")
 @click.option("--capture-tokens-per-s", type=float, help="Rate of one replica; measured parts of this root when left out.")
-@click.option("--train-tokens-per-s", type=float, help="Rate of all ranks together; the last run of this root when left out.")
+@click.option("--train-tokens-per-s", type=float, help="Rate of all ranks of a drafter together; the last run of this root when left out.")
 @click.option("--force", is_flag=True, help="Exit with 0 even if the disk is too small.")
 def plan(
     config: Path | None,

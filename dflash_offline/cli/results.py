@@ -13,15 +13,14 @@ if TYPE_CHECKING:
 
 _device_option = click.option("--device", help="cpu, cuda or cuda:N; a GPU where [evaluate] or [train] names one, when left out.")
 _drafter_option = click.option(
-    "--drafter",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Exported drafter, ours or another's; the run's own when left out.",
+    "--drafter", metavar="NAME|DIR", help="Name in [[drafters]], or an exported drafter, ours or another's; the run's own when left out."
 )
 
 
 @click.command()
 @config_option
 @click.option("--format", "form", type=click.Choice(["zlab", "speculators"]), help="Form to write; [export] formats when left out.")
+@click.option("--drafter", metavar="NAME", help="Which of [[drafters]], where the run file has several.")
 @click.option("--step", type=int, help="Export the checkpoint of this step.")
 @click.option(
     "--from", "source", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Convert this exported folder, byte for byte."
@@ -31,13 +30,13 @@ _drafter_option = click.option(
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder to write to; a folder named by the form is made in it (not with --from). The run's own place when left out.",
 )
-def export(config: Path | None, form: str | None, step: int | None, source: Path | None, output: Path | None) -> None:
+def export(config: Path | None, form: str | None, drafter: str | None, step: int | None, source: Path | None, output: Path | None) -> None:
     """Write the drafter in the form that servers load, and check what was written."""
     if (step is not None or form is not None or source is not None) and output is None:
         raise click.UsageError("name a folder with --output DIR: the run's own export is what the run file says")
     if source is not None:
-        if form is None or step is not None:
-            raise click.UsageError("--from needs --format, and takes no --step")
+        if form is None or step is not None or drafter is not None:
+            raise click.UsageError("--from needs --format, and takes neither --step nor --drafter")
         _convert(source, output, form, config)
         return
     from dflash_offline import keys
@@ -46,6 +45,7 @@ def export(config: Path | None, form: str | None, step: int | None, source: Path
     from dflash_offline.progress import Progress
 
     run = load_run(config)
+    run = run if drafter is None else run.for_drafter(drafter)
     key = keys.export_key(run)
     if step is None:
         finished_folder(run, Layout(run.root_dir).drafter(keys.train_key(run)), kind="drafter")
@@ -81,10 +81,22 @@ def _device(run: "RunConfig", device: str | None) -> str:
     return "cpu" if gpus == "cpu" else "cuda:0" if gpus == "all" else f"cuda:{gpus[0]}"
 
 
-def _exported(run: "RunConfig", drafter: Path | None) -> Path:
-    """The drafter named, or the run's own export."""
-    if drafter is not None:
-        return drafter
+def _chosen(run: "RunConfig", drafter: str | None) -> tuple["RunConfig", Path]:
+    """The run file as the drafter has it, and the folder of its export: of one of [[drafters]], of a folder, or the run's own.
+
+    Raises:
+        ConfigError: there is no such drafter, or several to choose from.
+    """
+    if drafter is not None and drafter not in run.drafter_names and Path(drafter).is_dir():
+        return run, Path(drafter)
+    if drafter is not None and not run.drafters:
+        raise click.UsageError(f"--drafter {drafter}: no such folder, and the run file has no [[drafters]]")
+    run = run if drafter is None else run.for_drafter(drafter)
+    return run, _exported(run)
+
+
+def _exported(run: "RunConfig") -> Path:
+    """The run's own export."""
     from dflash_offline import keys
     from dflash_offline.layout import Layout
     from dflash_offline.manifest import read_manifest
@@ -105,7 +117,7 @@ def _exported(run: "RunConfig", drafter: Path | None) -> Path:
 def evaluate(
     prompts: tuple[Path, ...],
     config: Path | None,
-    drafter: Path | None,
+    drafter: str | None,
     device: str | None,
     max_prompts: int | None,
     max_new_tokens: int | None,
@@ -122,11 +134,11 @@ def evaluate(
         def say(self, text: str) -> None:
             click.echo(text, err=as_json)
 
-    run, progress = load_run(config), Told(None)
+    (run, exported), progress = _chosen(load_run(config), drafter), Told(None)
     template = run.path(run.corpus.chat_template) if run.corpus.chat_template else None
     found = evaluate_folder(
         _target_folder(run),
-        _exported(run, drafter),
+        exported,
         list(prompts) or run.files(run.evaluate.prompts, where="[evaluate] prompts"),
         device=_device(run, device),
         max_prompts=max_prompts or run.evaluate.max_prompts,
@@ -159,7 +171,7 @@ def _without_nan(value: Any) -> Any:
 @click.option("--temperature", type=click.FloatRange(min=0.0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
 def generate(
-    prompt: str, config: Path | None, drafter: Path | None, device: str | None, max_new_tokens: int, temperature: float, seed: int
+    prompt: str, config: Path | None, drafter: str | None, device: str | None, max_new_tokens: int, temperature: float, seed: int
 ) -> None:
     """Stream an answer to PROMPT. Green: drafted and accepted; plain (or between guillemets in a pipe): the target's own."""
     import sys
@@ -171,10 +183,10 @@ def generate(
     from dflash_offline.export import read_drafter
     from dflash_offline.target import facts, load_tokenizer
 
-    run = load_run(config)
+    run, exported = _chosen(load_run(config), drafter)
     folder, chosen = _target_folder(run), torch.device(_device(run, device))
     template = run.path(run.corpus.chat_template) if run.corpus.chat_template else None
-    read = read_drafter(_exported(run, drafter), num_target_layers=facts(folder).num_layers)
+    read = read_drafter(exported, num_target_layers=facts(folder).num_layers)
     decoder = load_decoder(
         folder,
         read.shape,

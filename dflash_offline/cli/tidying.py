@@ -12,12 +12,18 @@ _STAGES = ("regenerate", "corpus", "capture", "train", "export", "evaluate", "re
 @click.command()
 @click.argument("stage", type=click.Choice(_STAGES))
 @config_option
+@click.option("--drafter", metavar="NAME", help="Of [[drafters]] only this one (train, export, evaluate); all when left out.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def reset(stage: str, config: Path | None, yes: bool) -> None:
+def reset(stage: str, config: Path | None, drafter: str | None, yes: bool) -> None:
     """Make one stage of the run file run again: removes its mark of completion (and checkpoints, for train)."""
     from dflash_offline.tidy import remove, reset_plan
 
-    removals = reset_plan(load_run(config), stage)
+    run = load_run(config)
+    if drafter is not None:
+        if stage not in ("train", "export", "evaluate"):
+            raise click.UsageError(f"--drafter is for train, export and evaluate; {stage} is one for all drafters")
+        run = run.for_drafter(drafter)
+    removals = reset_plan(run, stage)
     if not removals:
         click.echo(f"{stage}: nothing is there, so it will run anyway")
         return
