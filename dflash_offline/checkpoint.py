@@ -14,6 +14,7 @@ and no random state.
 """
 
 import contextlib
+import math
 import re
 import shutil
 from dataclasses import dataclass
@@ -49,8 +50,12 @@ class Checkpoint:
     def step(self) -> int:
         return int(self.state["step"])
 
-    def load_into(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load_into(self, tensors: dict[str, torch.Tensor], *, numel: int, start: int = 0) -> None:
         """Copy the stored tensors into ``tensors``, in place.
+
+        Args:
+            numel: values of each stored tensor.
+            start: the first of them that goes into ``tensors``, which may hold a share and be filled up at their end.
 
         Raises:
             CheckpointError: names or sizes differ, or the file cannot be read.
@@ -61,10 +66,11 @@ class Checkpoint:
                 if set(file.keys()) != set(tensors):
                     raise CheckpointError(f"{path}: holds {sorted(file.keys())}, wanted {sorted(tensors)}; it is another version's")
                 for name, tensor in tensors.items():
-                    stored = file.get_tensor(name)
-                    if stored.shape != tensor.shape:
-                        raise CheckpointError(f"{path}: {name} has {stored.numel():,} values, this drafter {tensor.numel():,}")
-                    tensor.copy_(stored)
+                    stored = file.get_slice(name)
+                    if (values := math.prod(stored.get_shape())) != numel:
+                        raise CheckpointError(f"{path}: {name} has {values:,} values, this drafter {numel:,}")
+                    part = stored[start : min(start + len(tensor), numel)]
+                    tensor[: len(part)].copy_(part)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from None
 

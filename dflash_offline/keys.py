@@ -13,7 +13,8 @@ corpus      content of the conversation files, or the regenerate key; tokenizer,
             tokens_per_batch, strict, workers
 capture     target's config and weights; tokenizer, template; layer ids; [target] dtype; [store] codec,
             zstd, store_last_hidden. Not the corpus: rows are addressed by content inside the store
-train       corpus, capture; [drafter] (target_layer_ids resolved: writing the default out changes nothing);
+train       corpus, capture; [drafter] (target_layer_ids resolved: writing the default out changes nothing; the
+            drafter of init_from by its content);
             [train] except the settings in ``NOT_IN_TRAIN_KEY``
 export      train; [export]
 evaluate    train; [evaluate] except gpus; content of the prompt files
@@ -59,6 +60,7 @@ NOT_IN_TRAIN_KEY = {
     "heldout_rows",
     "log_every",
     "min_tokens_per_s",
+    "fsdp",
 }
 
 
@@ -118,8 +120,9 @@ def train_key(config: RunConfig) -> str:
             corpus_key(config),
             capture_key(config),
             identity.drafter_layer_ids(config),
-            config.drafter.model_dump(mode="json", exclude={"target_layer_ids"}),
+            config.drafter.model_dump(mode="json", exclude={"target_layer_ids", "init_from"}),
             config.train.model_dump(mode="json", exclude=NOT_IN_TRAIN_KEY),
+            *identity.start_identity(config),
         ]
     )
 

@@ -7,6 +7,9 @@ What is unusual here:
   the number of ranks, a gradient always has the same place and is always added and reduced in the same order, so a
   run can be resumed to the last bit. (DDP builds its buckets anew after its first step, and sums change with them.)
 - A parameter's gradient is added to the float32 buffer and freed as soon as the backward pass has made it.
+- With ``fsdp`` each rank keeps masters, moments and average of one equal share of the flat layout (``Shard``), updates
+  it, and all copies are gathered anew from the shares. Gradients are summed whole, in the same buckets as without, so
+  both ways train alike.
 - Normalising by the sum of weights, clipping and skipping a non-finite step happen on the device: the optimiser never
   waits for a number to come to the host.
 
@@ -15,6 +18,7 @@ Gradients here are sums over a step (not means): ``update`` divides by the step'
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +29,23 @@ MIN_LR_RATIO = 0.1  # the learning rate ends at this share of its peak
 WSD_DECAY = 0.2  # share of the steps in which wsd falls linearly
 
 
+def _alone(whole: torch.Tensor, own: torch.Tensor) -> None:
+    raise AssertionError("the only share is the whole")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which share of masters, moments and average is kept here: number ``index`` of ``count`` equal ones.
+
+    Attributes:
+        gather: ``gather(whole, own)`` fills ``whole`` from the shares of all ranks; all of them call it together.
+    """
+
+    index: int = 0
+    count: int = 1
+    gather: Callable[[torch.Tensor, torch.Tensor], None] = _alone
+
+
 class Weights:
     """Master weights, gradients and compute copies of a module.
 
@@ -33,22 +54,34 @@ class Weights:
         device: where everything lives.
         dtype: of the compute copies.
         ema: decay of an average of the masters, None for none.
+        shard: the share of masters (and average) that is kept here.
+
+    Attributes:
+        master, ema: float32, the share ``[start, start + len(master))`` of the flat layout; all of it without shards. The
+            last share may be filled up with zeros.
+        gradient, compute: the whole flat layout, with the same filling at its end.
     """
 
-    def __init__(self, module: nn.Module, *, device: torch.device, dtype: torch.dtype, ema: float | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, *, device: torch.device, dtype: torch.dtype, ema: float | None = None, shard: Shard | None = None
+    ) -> None:
         named = list(module.named_parameters())
         self.names = [name for name, _ in named]
         self.shapes = [parameter.shape for _, parameter in named]
         sizes = [parameter.numel() for _, parameter in named]
         self.offsets = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         self.parameters = [parameter for _, parameter in named]
-        self.device = device
-        self.master = torch.empty(self.numel, dtype=torch.float32, device=device)
-        self.gradient = torch.zeros_like(self.master)
-        self.compute = torch.empty(self.numel, dtype=dtype, device=device)
-        for view, compute, parameter in zip(self.views(self.master), self.views(self.compute), self.parameters, strict=True):
-            view.copy_(parameter.detach())
-            compute.copy_(view)
+        self.device, self.shard = device, shard or Shard()
+        share = -(-self.numel // self.shard.count)
+        self.start = self.shard.index * share
+        self.master = torch.zeros(share, dtype=torch.float32, device=device)
+        self.gradient = torch.zeros(share * self.shard.count, dtype=torch.float32, device=device)
+        self.compute = torch.zeros(share * self.shard.count, dtype=dtype, device=device)
+        for index, first, last in self.own_pieces():
+            inside = slice(first - self.offsets[index], last - self.offsets[index])
+            self.own(self.master, first, last).copy_(self.parameters[index].detach().flatten()[inside])
+        for compute, parameter in zip(self.views(self.compute), self.parameters, strict=True):
+            compute.copy_(parameter.detach())
             parameter.data = compute
         self.ema_decay = ema
         self.ema = self.master.clone() if ema is not None else None
@@ -61,8 +94,19 @@ class Weights:
         """Number of trained values."""
         return self.offsets[-1]
 
+    def own_pieces(self) -> Iterator[tuple[int, int, int]]:
+        """``(index, first, last)``: the part ``[first, last)`` of the flat layout of each parameter that is in this share."""
+        for index in range(len(self.names)):
+            first, last = max(self.offsets[index], self.start), min(self.offsets[index + 1], self.start + len(self.master))
+            if first < last:
+                yield index, first, last
+
+    def own(self, share: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """``[first, last)`` of the flat layout in a tensor that holds this share."""
+        return share[first - self.start : last - self.start]
+
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Each parameter's part of a flat buffer, in its own shape."""
+        """Each parameter's part of a whole flat buffer, in its own shape."""
         for i, shape in enumerate(self.shapes):
             yield flat[self.offsets[i] : self.offsets[i + 1]].view(shape)
 
@@ -82,7 +126,21 @@ class Weights:
 
     def refresh(self, *, averaged: bool = False) -> None:
         """Make the compute copies anew, from the masters or from their average (``averaged``, when there is one)."""
-        self.compute.copy_(self.ema if averaged and self.ema is not None else self.master)
+        source = self.ema if averaged and self.ema is not None else self.master
+        mine = self.compute[self.start : self.start + len(source)]
+        mine.copy_(source)
+        if self.shard.count > 1:
+            self.shard.gather(self.compute, mine)
+
+    def whole(self, share: torch.Tensor) -> torch.Tensor:
+        """A flat tensor kept in shares, put together: [numel] float32. All ranks call it together.
+
+        With shards it lies in the gradient's buffer: between steps only, and ``gradient.zero_()`` has to follow.
+        """
+        if self.shard.count > 1:
+            self.shard.gather(self.gradient, share)
+            share = self.gradient
+        return share[: self.numel]
 
     def average(self, step: int) -> None:
         """Move the average towards the masters after optimiser step ``step`` (from 1).
@@ -95,36 +153,33 @@ class Weights:
 
     @property
     def final(self) -> torch.Tensor:
-        """Flat weights to evaluate and export: the average when there is one."""
+        """Weights to evaluate and export: the average when there is one; this share of them (see ``whole``)."""
         return self.master if self.ema is None else self.ema
 
 
 class AdamW:
     """Decoupled AdamW on the masters of a ``Weights``, fused, with weight decay on matrices only.
 
-    Moments are kept flat, in the layout of the weights.
+    Moments are kept flat, in the layout of the masters.
     """
 
     def __init__(self, weights: Weights, *, betas: tuple[float, float], weight_decay: float) -> None:
         self.weights = weights
         self.first_moment = torch.zeros_like(weights.master)
         self.second_moment = torch.zeros_like(weights.master)
-        masters = [nn.Parameter(view, requires_grad=False) for view in weights.views(weights.master)]
-        for master, gradient in zip(masters, weights.views(weights.gradient), strict=True):
-            master.grad = gradient
-        self._inner = torch.optim.AdamW(
-            [
-                {"params": [master for master in masters if master.ndim >= 2], "weight_decay": weight_decay},
-                {"params": [master for master in masters if master.ndim < 2], "weight_decay": 0.0},
-            ],
-            betas=betas,
-            eps=ADAM_EPS,
-            fused=True,
-        )
-        moments = zip(masters, weights.views(self.first_moment), weights.views(self.second_moment), strict=True)
-        for master, first, second in moments:
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        for index, first, last in weights.own_pieces():
+            master = nn.Parameter(weights.own(weights.master, first, last), requires_grad=False)
+            master.grad = weights.gradient[first:last]
+            (matrices if len(weights.shapes[index]) >= 2 else others).append(master)
+            moments = (weights.own(moment, first, last) for moment in (self.first_moment, self.second_moment))
             step = torch.zeros((), dtype=torch.float32, device=weights.device)
-            self._inner.state[master] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+            state[master] = {"step": step, **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self._inner = torch.optim.AdamW([group for group in groups if group["params"]], betas=betas, eps=ADAM_EPS, fused=True)
+        self._inner.state.update(state)
 
     def update(self, *, lr: float, clip: float, weight_sum: torch.Tensor, loss_sum: torch.Tensor) -> torch.Tensor:
         """One optimiser step from the summed gradients, which are cleared.
@@ -167,7 +222,7 @@ class AdamW:
 
 
 def state_tensors(weights: Weights, optimizer: AdamW) -> dict[str, torch.Tensor]:
-    """Everything that a checkpoint has to hold, as flat tensors (no copies)."""
+    """Everything that a checkpoint has to hold, as flat tensors (no copies); with shards this rank's share of them."""
     tensors = {"master": weights.master, "first_moment": optimizer.first_moment, "second_moment": optimizer.second_moment}
     return tensors if weights.ema is None else {**tensors, "ema": weights.ema}
 

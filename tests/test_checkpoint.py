@@ -22,8 +22,11 @@ def test_what_was_saved_is_loaded_to_the_last_bit(tmp_path: Path) -> None:
     found, passed_over = checkpoint.newest(tmp_path, key="k")
     assert found is not None and found.step == 7 and found.state["tokens"] == 70 and passed_over == []
     loaded = {name: torch.zeros(1000) for name in tensors}
-    found.load_into(loaded)
+    found.load_into(loaded, numel=1000)
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+    shares = {name: torch.full((334,), 7.0) for name in tensors}  # the last of three, filled up by two values
+    found.load_into(shares, numel=1000, start=668)
+    assert all(torch.equal(shares[name][:332], tensors[name][668:]) and shares[name][332:].eq(7).all() for name in tensors)
 
 
 def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
@@ -93,9 +96,9 @@ def test_tensors_of_another_drafter_are_refused(tmp_path: Path) -> None:
     found, _ = checkpoint.newest(tmp_path, key="k")
     assert found is not None
     with pytest.raises(CheckpointError, match="master has 1,000 values, this drafter 999"):
-        found.load_into({"master": torch.zeros(999), "first_moment": torch.zeros(1000), "second_moment": torch.zeros(1000)})
+        found.load_into({"master": torch.zeros(999), "first_moment": torch.zeros(1000), "second_moment": torch.zeros(1000)}, numel=999)
     with pytest.raises(CheckpointError, match="another version"):
-        found.load_into({"master": torch.zeros(1000)})
+        found.load_into({"master": torch.zeros(1000)}, numel=1000)
 
 
 def test_a_full_disk_leaves_earlier_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

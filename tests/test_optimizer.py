@@ -1,10 +1,14 @@
 """Flat weights, AdamW on them, schedules; gradient sums over ranks are in test_train_ranks."""
 
+import numpy as np
 import pytest
 import torch
+from tiny_drafters import BLOCK, tiny_shape
 from torch import nn
 
-from dflash_offline.optimizer import AdamW, Weights, lr_at, noise_at
+from dflash_offline.attention import BlockLayout
+from dflash_offline.drafter import Drafter
+from dflash_offline.optimizer import AdamW, Shard, Weights, lr_at, noise_at, state_tensors
 from dflash_offline.train.ranks import GradientSum, Ranks
 
 CPU = torch.device("cpu")
@@ -100,11 +104,68 @@ def test_early_average_forgets_the_initial_weights() -> None:
     assert (weights.final - 3.0).abs().max() < 1e-4
 
 
-def test_buckets_cover_every_parameter_once_and_in_order() -> None:
+def test_buckets_cover_every_parameter_once() -> None:
     _, weights = make()
     for size in (4, 100, 1 << 20):
         buckets = GradientSum(weights, Ranks(), bucket_bytes=size).buckets
-        assert [index for first, last in buckets for index in range(first, last)] == list(range(len(weights.names)))
+        assert sorted(index for first, last in buckets for index in range(first, last)) == list(range(len(weights.names)))
+
+
+def test_most_gradients_go_out_before_the_backward_pass_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real drafter's backward pass: only what the context passes through has to wait for its end."""
+    drafter = Drafter(tiny_shape(num_layers=3, layer_windows=(None,) * 3))
+    weights = Weights(drafter, device=CPU, dtype=torch.float32)
+    gradients = GradientSum(weights, Ranks(0, 2, joined=True), bucket_bytes=16 << 10)
+    seen: list[tuple[str, int]] = []
+
+    def send(self: GradientSum) -> None:
+        seen.append(("sent", self._next))
+        self._next += 1
+
+    monkeypatch.setattr(GradientSum, "_send", send)
+    made = weights.on_gradient
+    weights.on_gradient = lambda index: (seen.append(("made", index)), made(index))
+    blocks = BlockLayout.pack([20], [np.array([3, 9])], block_size=BLOCK)
+    gradients.start()
+    drafter(torch.randn(20, 2 * 64), torch.randn(2, BLOCK, 64), blocks).sum().backward()
+    assert sorted(index for what, index in seen if what == "made") == list(range(len(weights.names)))
+    assert [number for what, number in seen if what == "sent"] == list(range(len(gradients.buckets)))
+
+    def sent_before(name: str) -> set[int]:
+        return {number for what, number in seen[: seen.index(("made", weights.names.index(name)))] if what == "sent"}
+
+    third = {gradients.bucket_of[index] for index, name in enumerate(weights.names) if "layers.2.mlp" in name}
+    assert third <= sent_before("layers.1.mlp.down_proj.weight"), "a layer's gradients wait for the layers before it"
+    early = sum(
+        weights.offsets[last] - weights.offsets[first] for first, last in map(gradients.buckets.__getitem__, sent_before("fc.weight"))
+    )
+    assert early > 0.6 * weights.numel
+
+
+def test_shards_divide_what_the_optimiser_keeps_and_train_alike() -> None:
+    module, weights = make(ema=0.9)
+    optimizer = AdamW(weights, betas=(0.9, 0.95), weight_decay=0.1)
+    whole = sum(tensor.nbytes for tensor in state_tensors(weights, optimizer).values())
+    shards = []
+    for index in range(3):
+        twin, part = make(ema=0.9, shard=Shard(index, 3, lambda whole, own: None))
+        shards.append((twin, part, AdamW(part, betas=(0.9, 0.95), weight_decay=0.1)))
+    for _, part, own in shards:
+        kept = sum(tensor.nbytes for tensor in state_tensors(part, own).values())
+        inner = sum(state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes for state in own._inner.state.values())
+        assert kept <= -(-whole // 3) + 4 * 4 * 3 and inner <= kept / 2 + 16
+    for step in range(3):
+        for each, (flat, adam) in [(module, (weights, optimizer)), *((twin, (part, own)) for twin, part, own in shards)]:
+            loss = backward(each, step)
+            adam.update(lr=0.1, clip=1.0, weight_sum=torch.tensor(11.0), loss_sum=loss)
+            flat.average(step + 1)
+        weights.refresh()
+        joined = torch.cat([part.master for _, part, _ in shards])[: weights.numel]
+        torch.testing.assert_close(joined, weights.master, rtol=1e-6, atol=1e-7)
+        averages = torch.cat([part.ema for _, part, _ in shards])[: weights.numel]
+        torch.testing.assert_close(averages, weights.ema, rtol=1e-6, atol=1e-7)
+        for _, part, _ in shards:
+            part.compute[: weights.numel].copy_(joined)
 
 
 def test_cosine() -> None:

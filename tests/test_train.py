@@ -23,11 +23,12 @@ from dflash_offline.manifest import damaged_files, read_manifest
 from dflash_offline.progress import Progress
 from dflash_offline.replay import ReplayResult, replay
 from dflash_offline.target import load_embedding_and_head
-from dflash_offline.train import heldout, records
+from dflash_offline.train import heldout, records, speed
 from dflash_offline.train.loop import Trainer
 from dflash_offline.train.proof import prove
 from dflash_offline.train.ranks import Ranks
 from dflash_offline.train.setup import prepare
+from dflash_offline.train.statistics import RankNumbers
 
 LINE = re.compile(
     r"\[\d+(\.\d)?[smhd]\] step=\d+ loss=\d+\.\d\d acc=[01]\.\d{3} streak=\d+\.\d\d tau=\d+\.\d\d lr=\d\.\de-\d\d noise=\d\.\d{4} "
@@ -255,20 +256,41 @@ def test_walk_by_hand() -> None:
 def test_status_line_shape() -> None:
     row = {"elapsed_s": 840.0, "step": 8, "loss": 9.81, "acc": 0.031, "streak": 0.12, "tau": 1.12, "lr": 6e-5, "noise": 0.0003}
     row |= {"read_bytes_per_s": 412e6, "wait_share": 0.01, "tokens_per_s": 23500.0, "epoch": 0.01, "eta_s": 1.3 * 3600}
-    assert records.status_line(row) == (
+    line = (
         "[14m] step=8 loss=9.81 acc=0.031 streak=0.12 tau=1.12 lr=6.0e-05 noise=0.0003 "
         "| read=412MB/s wait=1% train=23.5Ktok/s | epoch~0.01 ETA=1.3h"
     )
+    assert records.status_line(row) == line
+    assert records.status_line(row | {"slow_ranks": {"2": 1.42, "5": 2.0}}) == line + " | slow: rank 2 x1.4, rank 5 x2.0"
 
 
 def test_throughput_watch_says_once_what_got_slow() -> None:
-    watch = records.ThroughputWatch(skip=1)
+    watch = speed.ThroughputWatch(skip=1)
     for _ in range(30):
-        assert watch.step("bucket 1", tokens=1000, seconds={"waiting for data": 0.01, "the step": 0.09}) is None
-    said = [watch.step("bucket 1", tokens=1000, seconds={"waiting for data": 0.9, "the step": 0.1}) for _ in range(40)]
-    assert len([line for line in said if line]) == 1
-    assert "time goes to: waiting for data" in next(line for line in said if line)
+        assert watch.step("bucket 1", tokens=1000, seconds=0.1, spent={"waiting": 0.01, "the step": 0.09}) is None
+    said = [watch.step("bucket 1", tokens=1000, seconds=1.0, spent={"waiting": 0.9, "the step": 0.1, "reading": 0.95}) for _ in range(40)]
+    (line,) = [line for line in said if line]
+    assert re.match(
+        r"warning: training slowed down to [45]\.\d Ktok/s from 10\.0 in bucket 1; of a step's 0\.\d{3}s: waiting \d\d%, ", line
+    )
+    assert "reading" in line
     assert watch.rate == pytest.approx(1000)
+
+
+def ranks_of(*micro_batch_s: float, memory: tuple[float, ...] | None = None) -> list[RankNumbers]:
+    memory = memory or (10 << 30,) * len(micro_batch_s)
+    return [RankNumbers(2.0 + rank, (2.0 + rank) * each, memory=memory[rank]) for rank, each in enumerate(micro_batch_s)]
+
+
+def test_ranks_that_differ_are_named_once() -> None:
+    watch = speed.RankWatch(skip=0)
+    alike = [line for _ in range(60) for line in watch.step(ranks_of(0.10, 0.11, 0.119))]  # uneven shares are no difference
+    assert alike == [] and watch.slow == {} and [speed.micro_batch_s for speed in watch.speeds] == pytest.approx([0.10, 0.11, 0.119])
+    said = [line for _ in range(60) for line in watch.step(ranks_of(0.2, 0.1, 0.13, memory=(60 << 30, 90 << 30, 61 << 30)))]
+    assert watch.slow == pytest.approx({0: 2.0, 2: 1.3}) and len(said) == 3
+    assert said[0].startswith("warning: ranks differ in speed: rank 0 takes 0.200s for a micro-batch, 2.00 times as long as rank 1")
+    assert said[2].startswith("warning: ranks differ in memory: 90.0 GiB are in use where rank 1 runs, 60.0 GiB where rank 0 does")
+    assert speed.RankWatch().step(ranks_of(0.1)) == []
 
 
 def test_records_drop_what_a_resumed_run_will_write_again(tmp_path: Path) -> None:

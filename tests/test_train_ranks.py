@@ -106,7 +106,7 @@ def test_a_killed_rank_ends_the_others_with_one_line(tmp_path: Path, inputs: Pat
         ranks.processes[1].kill()
         (status, _, err), (killed, _, _) = ranks.output(30)
     assert killed == -signal.SIGKILL and status == 1
-    assert err.startswith("error: rank 0 of 2: lost contact with another rank") and err.count("\n") == 1, err
+    assert err.startswith("error: rank 0 of 2: lost contact with rank 1, whose log says why") and err.count("\n") == 1, err
 
 
 def test_ranks_that_differ_are_told_apart(tmp_path: Path, inputs: Path, tiny_target: Path) -> None:

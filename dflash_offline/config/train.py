@@ -69,6 +69,9 @@ class TrainConfig(Section):
     evaluate_every: PositiveInt = Field(500, description="Steps between evaluations on the held-out conversations.")
     heldout_rows: PositiveInt = Field(64, description="Most held-out conversations used in one of those evaluations.")
     log_every: PositiveInt = Field(10, description="Steps between status lines.")
+    fsdp: bool = Field(
+        False, description="Divide master weights and optimiser state among the ranks: for drafters too large for one GPU to hold them all."
+    )
     min_tokens_per_s: Annotated[float, Field(ge=0)] = Field(
         0.0, description="Stop when training is slower than this after warm-up; 0 never stops."
     )

@@ -9,7 +9,7 @@
 """
 
 from dflash_offline.dataset.batches import BatchLoader, Job, MicroBatch, noise_seed
-from dflash_offline.dataset.device import DeviceBatch, DeviceFeed, add_noise, made_up, to_device
+from dflash_offline.dataset.device import DeviceBatch, DeviceFeed, Timing, add_noise, made_up, mark, seconds_between, to_device
 from dflash_offline.dataset.order import BatchShape, Step, TrainingOrder, count_candidates, stored_indices
 from dflash_offline.dataset.prefetch import PREFETCH_BYTES, Prefetcher
 
@@ -23,11 +23,14 @@ __all__ = [
     "MicroBatch",
     "Prefetcher",
     "Step",
+    "Timing",
     "TrainingOrder",
     "add_noise",
     "count_candidates",
     "made_up",
+    "mark",
     "noise_seed",
+    "seconds_between",
     "stored_indices",
     "to_device",
 ]

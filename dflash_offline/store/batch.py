@@ -3,7 +3,7 @@
 T tokens of a sample, k selected taps, H hidden size, W values per token and tap of one encoded array.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +23,10 @@ class EncodedBatch:
     loss_mask: np.ndarray  # uint8 [sum T]
     num_bytes: int  # read from files
 
+    def to(self, device: torch.device | str) -> "EncodedBatch":
+        """The same with its codes on ``device``."""
+        return replace(self, arrays={name: array.to(device, non_blocking=True) for name, array in self.arrays.items()})
+
     def decode(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """bf16 ``[sum T, k * H]`` on ``device``: the codes are copied there and decoded there."""
-        encoded = {name: array.to(device, non_blocking=True) for name, array in self.arrays.items()}
-        return self.codec.decode(encoded, self.taps).flatten(1)
+        return self.codec.decode(self.to(device).arrays, self.taps).flatten(1)

@@ -3,12 +3,14 @@
 ===================  =========================================================================================
 ``setup.py``         what a rank trains with: data, drafter, frozen tables, optimiser
 ``ranks.py``         the other ranks: joining, comparing, gradient sums in a fixed order
+``peers.py``         which rank has died
 ``loop.py``          the training loop; ``Trainer.train_step`` is one optimiser step
 ``statistics.py``    what a step is judged by
+``speed.py``         that training stays as fast as it was, and that ranks are alike
 ``heldout.py``       evaluation on held-out conversations, ``tau_replay``
 ``state.py``         saving and resuming
 ``reporter.py``      numbers of steps -> rows, lines, warnings
-``records.py``       status line, ``metrics.jsonl``, TensorBoard, throughput watch
+``records.py``       status line, ``metrics.jsonl``, TensorBoard
 ``kernels.py``       compiled kernels, made before the ranks meet
 ``proof.py``         that the compiled block-sparse attention is what runs
 ``diagnosis.py``     what to say when a step diverged
@@ -68,8 +70,14 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
                 f"attention {setup.machine['attention']}; ready after {time.monotonic() - began:.1f}s"
             )
         trainer.run()
+        final = setup.weights.whole(setup.weights.final)
         if ranks.first:
-            output.write(setup, ranks)
+            output.write(setup, ranks, final)
             progress.say(f"drafter written to {setup.folder / 'drafter'}")
-    finally:
-        ranks.leave()
+    except SystemExit:
+        ranks.leave(in_order=True)  # asked to stop: all ranks, after the same step
+        raise
+    except BaseException:
+        ranks.leave(in_order=False)
+        raise
+    ranks.leave(in_order=True)

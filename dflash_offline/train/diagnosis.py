@@ -19,12 +19,13 @@ def describe_divergence(setup: "Setup", step: Step, micro_batches: Sequence[np.n
     broken: list[str] = []
     for number, rows in enumerate(micro_batches):
         batch = setup.loader.load(Job(step.number, number, step.epoch, rows, setup.order.shapes[step.bucket]))
-        states = batch.encoded.decode(torch.device("cpu")).unflatten(-1, (len(setup.shape.target_layer_ids), -1))  # [T, k, H]
+        states = batch.encoded.decode(torch.device("cpu")).unflatten(-1, (len(setup.loader.taps), -1))  # [T, k, H]
         for row, (start, end) in zip(rows.tolist(), batch.spans, strict=True):
             finite = torch.isfinite(states[start:end]).all(-1)  # [T, k]
             for tap in torch.nonzero(~finite.all(0)).flatten().tolist():
                 token = int(torch.nonzero(~finite[:, tap])[0])
-                broken.append(f"{sample(setup, row)}, layer {setup.shape.target_layer_ids[tap]}, token {token}")
+                layer = [*setup.shape.target_layer_ids, setup.shape.num_target_layers - 1][tap]  # the last, where it is read as well
+                broken.append(f"{sample(setup, row)}, layer {layer}, token {token}")
     if broken:
         return f"The store holds hidden states that are not finite ({setup.loader.store.path}): {_listed(broken)}."
     return f"Samples: {_listed([sample(setup, int(row)) for rows in micro_batches for row in rows])}. All their hidden states are finite."

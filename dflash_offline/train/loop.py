@@ -20,7 +20,7 @@ import torch
 
 from dflash_offline import checkpoint
 from dflash_offline.attention import Proof
-from dflash_offline.dataset import BatchShape, DeviceBatch, DeviceFeed, Job, MicroBatch, Prefetcher, Step, made_up, to_device
+from dflash_offline.dataset import BatchShape, DeviceBatch, DeviceFeed, Job, MicroBatch, Prefetcher, Step, Timing, mark, to_device
 from dflash_offline.errors import TrainError
 from dflash_offline.objective import LossOutput, block_loss
 from dflash_offline.optimizer import lr_at, noise_at
@@ -32,7 +32,7 @@ from dflash_offline.train.proof import prove_attention
 from dflash_offline.train.ranks import GradientSum, Ranks
 from dflash_offline.train.reporter import Reporter
 from dflash_offline.train.setup import Setup
-from dflash_offline.train.statistics import LOSS, SAVE, STOP, WAITED_S, WEIGHT, Statistics, StepNumbers
+from dflash_offline.train.statistics import LOSS, RATE, RECOMPILES, SAVE, STOP, WEIGHT, RankNumbers, Statistics, StepNumbers
 
 
 @dataclass
@@ -45,7 +45,10 @@ class Pending:
     vector: torch.Tensor
     norm: torch.Tensor
     ready: Any  # torch.cuda.Event, or None
-    seconds: float
+    worked: tuple[Any, Any]  # when this rank's work on it began and was done; see mark
+    waited_s: float
+    read_s: float
+    moved: list[Timing]  # its micro-batches
 
 
 class Trainer:
@@ -68,7 +71,9 @@ class Trainer:
         self.stop_agreed = self.save_agreed = False  # all ranks know, at the same step
         self.saved_at = time.monotonic()
         self.pending: Pending | None = None
-        self.num_graphs, self.warmed_up = 0, False
+        self.num_graphs, self.recompiled, self.warmed_up = 0, 0, False
+        self.measured = RankNumbers()  # of this rank's last settled step
+        self.settled_at = time.perf_counter()
         self.heldout_jobs = heldout.jobs(
             setup.corpus,
             heldout.choose_rows(setup.corpus, self.train.heldout_rows),
@@ -89,20 +94,30 @@ class Trainer:
             mask_embedding=self.mask_embedding,
             trained_slots_only=True,
         )
-        live = batch.blocks.num_live
-        return block_loss(hidden, setup.head, batch.labels, batch.supervised, objective=setup.objective, num_live=live)
+        teacher = None
+        if setup.ending is not None:
+            assert batch.last_hidden is not None
+            teacher = setup.ending.rows(batch.last_hidden)[batch.teacher_rows]
+        return block_loss(
+            hidden,
+            setup.head,
+            batch.labels,
+            batch.supervised,
+            objective=setup.objective,
+            teacher_hidden=teacher,
+            num_live=batch.blocks.num_live,
+        )
 
-    def train_step(self, step: Step, feed: DeviceFeed, *, began: float | None = None) -> None:
-        """One optimiser step from this rank's micro-batches of it (none is fine), taken from ``feed``.
-
-        Args:
-            began: ``time.perf_counter()`` at the end of the step before.
-        """
-        began = time.perf_counter() if began is None else began
+    def train_step(self, step: Step, feed: DeviceFeed) -> None:
+        """One optimiser step from this rank's micro-batches of it (none is fine), taken from ``feed``."""
         setup, train, total = self.setup, self.train, self.order.total_steps
+        began = mark(setup.device)
         lr = lr_at(step.number, total=total, peak=train.lr, warmup_ratio=train.warmup_ratio, schedule=train.schedule)
-        statistics = Statistics(slots=setup.shape.block_size - 1, micro_batches=train.micro_batches_per_step, device=setup.device)
+        statistics = Statistics(
+            slots=setup.shape.block_size - 1, micro_batches=train.micro_batches_per_step, ranks=self.ranks.size, device=setup.device
+        )
         jobs, waited_s = self.jobs(step), feed.waited_s
+        read_s, moved = 0.0, []
         for job in jobs:
             batch = feed.take()
             if job is jobs[-1]:
@@ -110,12 +125,15 @@ class Trainer:
             out = self.losses(batch)
             out.loss_sum.backward()
             statistics.add(batch, out)
+            read_s += batch.read_s
+            moved += [batch.timing] if batch.timing is not None else []
             feed.look_ahead()
         if not jobs:
             self.gradients.start()
-        statistics.set(WAITED_S, feed.waited_s - waited_s)
-        statistics.set(STOP, float(self.stop_asked))
-        statistics.set(SAVE, float(self.ranks.first and time.monotonic() - self.saved_at > 60 * train.checkpoint_minutes))
+        worked = began, mark(setup.device)
+        waited_s = feed.waited_s - waited_s
+        statistics.set_rank(self.ranks.rank, self.measured)
+        self._tell(statistics)
         self.gradients.finish()
         vector = self.ranks.sum(statistics.vector)
         norm = setup.optimizer.update(lr=lr, clip=train.clip, weight_sum=vector[WEIGHT], loss_sum=vector[LOSS])
@@ -123,9 +141,18 @@ class Trainer:
         setup.weights.refresh()
         self.settle()  # the step before this one
         vector, norm, ready = _to_host(vector, norm)
-        self.pending = Pending(step, lr, self.noise(step.number), vector, norm, ready, time.perf_counter() - began)
+        self.pending = Pending(step, lr, self.noise(step.number), vector, norm, ready, worked, waited_s, read_s, moved)
         if ready is None:
             self.settle()
+
+    def _tell(self, statistics: Statistics) -> None:
+        """Put what all ranks have to act on alike into the vector."""
+        statistics.set(STOP, float(self.stop_asked))
+        statistics.set(RECOMPILES, self.recompiled)
+        self.recompiled = 0
+        if self.ranks.first:
+            statistics.set(SAVE, float(time.monotonic() - self.saved_at > 60 * self.train.checkpoint_minutes))
+            statistics.set(RATE, self.reporter.rate or 0.0)
 
     def noise(self, number: int) -> float:
         """Noise on context features at a step."""
@@ -138,7 +165,13 @@ class Trainer:
             return
         if pending.ready is not None:
             pending.ready.synchronize()
-        numbers, norm = StepNumbers(pending.vector.tolist(), slots=self.setup.shape.block_size - 1), float(pending.norm)
+        seconds, self.settled_at = time.perf_counter() - self.settled_at, time.perf_counter()
+        count, device = len(self.jobs(pending.step)), self.setup.device
+        self.measured = RankNumbers.of(
+            count, pending.worked, pending.moved, waited_s=pending.waited_s, read_s=pending.read_s, device=device
+        )
+        shape = self.setup.shape.block_size - 1, self.train.micro_batches_per_step
+        numbers, norm = StepNumbers(pending.vector.tolist(), slots=shape[0], micro_batches=shape[1]), float(pending.norm)
         if not math.isfinite(norm) or not all(math.isfinite(loss) for loss in numbers.losses):
             self._diverged(pending.step, numbers.losses, norm)
         self.stop_agreed, self.save_agreed = self.stop_agreed or numbers[STOP] > 0, self.save_agreed or numbers[SAVE] > 0
@@ -149,7 +182,7 @@ class Trainer:
             lr=pending.lr,
             noise=pending.noise,
             norm=norm,
-            seconds=pending.seconds,
+            seconds=seconds,
             stopping=self.stop_agreed,
         )
 
@@ -170,11 +203,10 @@ class Trainer:
             TrainError: the path is wrong, or as slow as a dense one; see ``attention.prove``.
         """
         setup, shapes = self.setup, dict.fromkeys([*self.order.shapes.values(), *(job.shape for job in self.heldout_jobs)])
-        width = len(setup.shape.target_layer_ids) * setup.shape.hidden_size
         proofs: list[Proof] = []
 
         def compile_shape(shape: BatchShape) -> None:
-            batch = made_up(shape, block_size=setup.shape.block_size, width=width, device=setup.device, dtype=setup.dtype)
+            batch = setup.made_up(shape)
             self.losses(batch).loss_sum.backward()
             setup.weights.gradient.zero_()
             with torch.no_grad():
@@ -208,14 +240,16 @@ class Trainer:
         """Train to the end, or until asked to stop (checkpoint, then ``SystemExit(143)``)."""
         previous = signal.signal(signal.SIGTERM, self._ask_to_stop)
         self.reporter.started = self.saved_at = time.monotonic()
+        self.settled_at = time.perf_counter()
         jobs = (job for number in range(self.next_step, self.order.total_steps) for job in self.jobs(self.order.step(number)))
         try:
             with Prefetcher(jobs, self.setup.loader.load) as reader:
                 feed, self.reporter.reader = self.feed(reader, training=True), reader
                 while self.next_step < self.order.total_steps:
-                    began = time.perf_counter()
-                    self.train_step(self.order.step(self.next_step), feed, began=began)
+                    step = self.order.step(self.next_step)
+                    self.train_step(step, feed)
                     self.next_step += 1
+                    self._count_recompiles(step)
                     self._between_steps()
         finally:
             with contextlib.suppress(ValueError):
@@ -223,21 +257,28 @@ class Trainer:
             if self.reporter.records is not None:
                 self.reporter.records.close()
 
+    def _count_recompiles(self, step: Step) -> None:
+        """None is expected: every shape was compiled before the first step. Each rank says its own."""
+        if self.warmed_up and (more := kernels.compiled_graphs() - self.num_graphs):
+            self.num_graphs += more
+            self.recompiled += more
+            self.progress.say(
+                f"warning: rank {self.ranks.rank}: {more} graph{'s' if more > 1 else ''} compiled after warm-up, in step "
+                f"{step.number + 1} of {self.order.shapes[step.bucket]}: {kernels.recompiles()}"
+            )
+
     def _between_steps(self) -> None:
         """Evaluate, save and stop where due. All ranks decide alike: what they decide by was summed over them."""
         number, last = self.next_step, self.next_step == self.order.total_steps
-        if self.warmed_up and (more := kernels.compiled_graphs() - self.num_graphs):
-            self.num_graphs += more
-            self.progress.say(
-                f"warning: rank {self.ranks.rank}: {more} graphs were not compiled before step {number} and are now: {kernels.recompiles()}"
-            )
         if number % self.train.evaluate_every == 0 or last:
             self.settle()
             self.evaluate()
+            self.settled_at = time.perf_counter()
         if number % self.train.checkpoint_every == 0 or last or self.save_agreed or self.stop_agreed:
             self.settle()
             state.save(self)
             self.saved_at, self.save_agreed = time.monotonic(), False
+            self.settled_at = time.perf_counter()
         if self.stop_agreed and not last:
             self.reporter.say(f"stopped at step {number} of {self.order.total_steps}; the same command goes on from there")
             raise SystemExit(TERMINATED)

@@ -17,8 +17,11 @@ WEIGHTS = "drafter/model.safetensors"
 SHAPE = "drafter/shape.json"
 
 
-def write(setup: Setup, ranks: Ranks) -> dict[str, Any]:
+def write(setup: Setup, ranks: Ranks, final: torch.Tensor) -> dict[str, Any]:
     """Write the trained drafter and commit the folder; returns the manifest.
+
+    Args:
+        final: all of ``Weights.final``, flat.
 
     Weights are the float32 masters, or their average where ``[train] ema`` is set, under z-lab names.
 
@@ -27,7 +30,7 @@ def write(setup: Setup, ranks: Ranks) -> dict[str, Any]:
     """
     folder = setup.folder
     (folder / "drafter").mkdir(parents=True, exist_ok=True)
-    tensors = {name: view.to("cpu").contiguous() for name, view in setup.weights.named(setup.weights.final).items()}
+    tensors = {name: view.to("cpu").contiguous() for name, view in setup.weights.named(final).items()}
     assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()), "a weight is not finite"
     temporary = folder / "drafter" / ".model.safetensors.tmp"
     try:

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dflash_offline import attention
 from dflash_offline.attention import BlockLayout
-from dflash_offline.dataset import BatchShape, DeviceBatch, made_up
+from dflash_offline.dataset import BatchShape, DeviceBatch
 from dflash_offline.drafter import Drafter
 from dflash_offline.errors import TrainError
 
@@ -63,8 +63,7 @@ def prove(trainer: "Trainer") -> str:
     setup = trainer.setup
     path = setup.drafter.attention.name
     shape = min(trainer.order.shapes.values(), key=lambda each: each.context * each.blocks)
-    width = len(setup.shape.target_layer_ids) * setup.shape.hidden_size
-    batch = made_up(shape, block_size=setup.shape.block_size, width=width, device=setup.device, dtype=setup.dtype)
+    batch = setup.made_up(shape)
     if path in KERNELS:
         if kernels.compiled_graphs() == 0:
             raise TrainError(

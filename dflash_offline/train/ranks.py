@@ -1,10 +1,11 @@
 """The ranks of one drafter: joining them, comparing them, and reducing gradients in a fixed order.
 
 Each rank is a process of its own with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. With one rank
-there is no process group at all and every operation here is the identity.
+there is no process group at all and every operation here is the identity. A rank that dies is noticed and named by
+``peers.py``.
 
-Gradients are reduced in buckets: fixed slices of the flat float32 gradient, cut at parameters, always started from
-the last to the first (the backward pass makes them in about that order). A bucket is started as soon as this rank's
+Gradients are reduced in buckets: fixed slices of the flat float32 gradient, cut at parameters, always started in the
+same order, which is about the one that the backward pass makes them in. A bucket is started as soon as this rank's
 last micro-batch of the step has made all its gradients, so the transfer overlaps with the backward pass; a rank
 without a micro-batch in the step starts them all at once. As every rank starts the same buckets in the same order,
 uneven shares never hang.
@@ -21,10 +22,14 @@ import torch
 import torch.distributed as dist
 
 from dflash_offline.errors import TrainError
-from dflash_offline.optimizer import Weights
+from dflash_offline.optimizer import Shard, Weights
+from dflash_offline.train.peers import Peers
 
 BUCKET_BYTES = 64 << 20
-TIMEOUT_MINUTES = 30  # of one collective: longer than any rank may spend on an evaluation or a checkpoint
+JOIN_MINUTES = 60  # for all ranks to come: each opens the store and may wait for another one's compilation first
+# of one collective: longer than one rank may work while the others wait (a checkpoint on a slow disk); the dead are
+# noticed by Peers
+COLLECTIVE_HOURS = 12
 
 
 @dataclass
@@ -34,6 +39,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     joined: bool = field(default=False, repr=False)
+    peers: Peers | None = field(default=None, repr=False)
 
     @classmethod
     def from_environment(cls) -> "Ranks":
@@ -70,7 +76,7 @@ class Ranks:
                 "nccl" if device.type == "cuda" else "gloo",
                 rank=self.rank,
                 world_size=self.size,
-                timeout=timedelta(minutes=TIMEOUT_MINUTES),
+                timeout=timedelta(minutes=JOIN_MINUTES),
                 **options,
             )
         except (dist.DistError, RuntimeError, ValueError) as error:
@@ -78,12 +84,22 @@ class Ranks:
             reason = str(error).splitlines()[0]
             raise TrainError(f"rank {self.rank} of {self.size}: cannot meet the other ranks at {where} ({reason})") from None
         self.joined = True
+        dist.distributed_c10d._set_pg_timeout(timedelta(hours=COLLECTIVE_HOURS))
+        self.peers = Peers(self.rank, self.size)
+        port = self.gather(self.peers.listen() if self.first else None)[0]
+        if not self.first:
+            self.peers.connect(os.environ["MASTER_ADDR"], port)
+        self.peers.start()
 
-    def leave(self) -> None:
-        """Close the process group."""
-        if self.joined:
+    def leave(self, *, in_order: bool) -> None:
+        """Part from the other ranks. ``in_order``: all of them do so now; else they are to learn that this one failed."""
+        if not self.joined:
+            return
+        if self.peers is not None:
+            self.peers.close(in_order=in_order)
+        if in_order or dist.get_backend() != "nccl":  # NCCL would wait for what the others will never send
             dist.destroy_process_group()
-            self.joined = False
+        self.joined = False
 
     @contextlib.contextmanager
     def talking(self) -> Iterator[None]:
@@ -96,7 +112,20 @@ class Ranks:
             yield
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:160]
-            raise TrainError(f"rank {self.rank} of {self.size}: lost contact with another rank, whose log says why ({reason})") from None
+            dead = None if self.peers is None else self.peers.who_died()
+            other = "another rank" if dead is None else f"rank {dead}"
+            raise TrainError(f"rank {self.rank} of {self.size}: lost contact with {other}, whose log says why ({reason})") from None
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's share of what the ranks divide among themselves."""
+
+        def gather(whole: torch.Tensor, own: torch.Tensor) -> None:
+            assert self.joined, "shares can be put together once the ranks have met"
+            with self.talking():
+                dist.all_gather_into_tensor(whole, own.clone())  # own may lie inside whole
+
+        return Shard(self.rank, self.size, gather)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
@@ -131,20 +160,32 @@ class Ranks:
                     )
 
 
+# Parameters whose gradients come last, however late their layer runs: the context passes through all layers, so what makes
+# it, and what projects it, hears from all of them before its gradient is whole.
+COME_LAST = ("fc.", "hidden_norm.", ".k_proj.", ".v_proj.")
+
+
 class GradientSum:
-    """Sums the flat gradient of a ``Weights`` over the ranks, bucket by bucket (see the module's docstring)."""
+    """Sums the flat gradient of a ``Weights`` over the ranks, bucket by bucket (see the module's docstring).
+
+    Attributes:
+        buckets: [first, last) parameter of each, in the order they are sent.
+    """
 
     def __init__(self, weights: Weights, ranks: Ranks, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.weights, self.ranks = weights, ranks
-        self.buckets: list[tuple[int, int]] = []  # [first, last) parameter of each
+        late = [any(part in f".{name}" for part in COME_LAST) for name in weights.names]
+        runs: list[tuple[int, int]] = []
         first = 0
         for index in range(len(weights.names)):
-            if (weights.offsets[index + 1] - weights.offsets[first]) * 4 >= bucket_bytes or index + 1 == len(weights.names):
-                self.buckets.append((first, index + 1))
+            size = (weights.offsets[index + 1] - weights.offsets[first]) * 4
+            if size >= bucket_bytes or index + 1 == len(weights.names) or late[index + 1] != late[index]:
+                runs.append((first, index + 1))
                 first = index + 1
-        self.bucket_of = [number for number, (first, last) in enumerate(self.buckets) for _ in range(first, last)]
+        self.buckets = sorted(reversed(runs), key=lambda run: late[run[0]])
+        self.bucket_of = {index: number for number, (first, last) in enumerate(self.buckets) for index in range(first, last)}
         self._missing: list[int] = []
-        self._next = -1
+        self._next = len(self.buckets)
         self._running: list[dist.Work] = []
         if ranks.size > 1:
             weights.on_gradient = self._made
@@ -153,13 +194,13 @@ class GradientSum:
         """Call before this rank's last backward pass of a step: buckets go out as they become complete."""
         if self.ranks.joined:
             self._missing = [last - first for first, last in self.buckets]
-            self._next = len(self.buckets) - 1
+            self._next = 0
 
     def _made(self, index: int) -> None:
-        if self._next < 0:
+        if self._next == len(self.buckets):
             return
         self._missing[self.bucket_of[index]] -= 1
-        while self._next >= 0 and self._missing[self._next] == 0:
+        while self._next < len(self.buckets) and self._missing[self._next] == 0:
             self._send()
 
     def _send(self) -> None:
@@ -169,11 +210,11 @@ class GradientSum:
             work = dist.all_reduce(part, async_op=True)
         assert work is not None
         self._running.append(work)
-        self._next -= 1
+        self._next += 1
 
     def finish(self) -> None:
         """Send what is left and wait for all of it."""
-        while self._next >= 0:
+        while self._next < len(self.buckets):
             self._send()
         with self.ranks.talking():
             for work in self._running:

@@ -1,4 +1,4 @@
-"""What a training run tells: the status line, ``metrics.jsonl``, TensorBoard, the throughput watch.
+"""What a training run tells: the status line, ``metrics.jsonl``, TensorBoard and other trackers.
 
 ::
 
@@ -8,13 +8,13 @@
 ``loss``, ``acc``, ``streak`` are of that one step, over all ranks (``acc``: right among all trained slots; ``streak``:
 leading right slots of a block; ``tau = streak + 1``). ``read``, ``wait`` and ``train`` are over the time since the line
 before: stored bytes read, share of the time that ranks waited for data, context tokens trained (padding not counted),
-summed (``wait``: averaged) over the ranks.
+summed (``wait``: averaged) over the ranks. Ranks that take more than 1.2 times as long for a micro-batch as the fastest
+one are named at the end: ``| slow: rank 2 x1.4``.
 """
 
 import contextlib
 import json
 import os
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ from typing import Any
 from dflash_offline.manifest import write_bytes
 
 METRICS = "metrics.jsonl"
-WATCHED = 20  # steps in the rolling rate of one shape
-SLOW = 0.5  # a rolling rate below this share of the best one is said
 
 
 def duration(seconds: float) -> str:
@@ -45,6 +43,7 @@ def status_line(row: Mapping[str, Any]) -> str:
         f"| read={row['read_bytes_per_s'] / 1e6:.0f}MB/s "
         f"wait={100 * row['wait_share']:.0f}% train={row['tokens_per_s'] / 1e3:.1f}Ktok/s "
         f"| epoch~{row['epoch']:.2f} ETA={duration(row['eta_s'])}"
+        + (f" | slow: {', '.join(f'rank {rank} x{ratio:.1f}' for rank, ratio in slow.items())}" if (slow := row.get("slow_ranks")) else "")
     )
 
 
@@ -118,54 +117,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 if isinstance(row, dict) and isinstance(row.get("step"), int):
                     rows.append(row)
     return rows
-
-
-class ThroughputWatch:
-    """Notices when a shape of micro-batches becomes much slower than it was.
-
-    Rates are kept per shape (the tokens of a second differ between buckets). The first steps of a shape, in which
-    kernels are compiled and files read for the first time, count for nothing.
-    """
-
-    def __init__(self, *, skip: int = 3) -> None:
-        self._skip = skip
-        self._seen: dict[Any, int] = {}
-        self._recent: dict[Any, deque[tuple[float, dict[str, float]]]] = {}
-        self._best: dict[Any, float] = {}
-        self._said: set[Any] = set()
-        self._all: deque[tuple[int, float]] = deque(maxlen=WATCHED)
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens per second over the last steps of any shape; None while there are too few."""
-        seconds = sum(each for _, each in self._all)
-        return sum(tokens for tokens, _ in self._all) / seconds if len(self._all) == WATCHED and seconds > 0 else None
-
-    def step(self, shape: Any, *, tokens: int, seconds: Mapping[str, float]) -> str | None:
-        """Note one step; returns a warning to print, once each time a shape falls below half its best rate.
-
-        Args:
-            tokens: context tokens of the step.
-            seconds: what the step's time went to, by name; their sum is the step's time.
-        """
-        self._seen[shape] = self._seen.get(shape, 0) + 1
-        total = sum(seconds.values())
-        if self._seen[shape] <= self._skip or total <= 0:
-            return None
-        self._all.append((tokens, total))
-        recent = self._recent.setdefault(shape, deque(maxlen=WATCHED))
-        recent.append((tokens / total, dict(seconds)))
-        if len(recent) < WATCHED:
-            return None
-        rate = sum(each for each, _ in recent) / WATCHED
-        best = self._best[shape] = max(self._best.get(shape, 0.0), rate)
-        if rate >= SLOW * best:
-            self._said.discard(shape)
-            return None
-        if shape in self._said:
-            return None
-        self._said.add(shape)
-        spent = {name: sum(parts[name] for _, parts in recent) for name in seconds}
-        whole = sum(spent.values())
-        shares = ", ".join(f"{name} {100 * part / whole:.0f}%" for name, part in sorted(spent.items(), key=lambda item: -item[1]))
-        return f"warning: training slowed down to {rate / 1e3:.1f} Ktok/s from {best / 1e3:.1f} in {shape}; time goes to: {shares}"

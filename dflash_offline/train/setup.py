@@ -14,15 +14,16 @@ from dflash_offline import identity, keys
 from dflash_offline.attention import choose_attention
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
-from dflash_offline.dataset import BatchLoader, TrainingOrder, stored_indices
+from dflash_offline.dataset import BatchLoader, BatchShape, DeviceBatch, TrainingOrder, made_up, stored_indices
 from dflash_offline.drafter import Drafter, DrafterShape, planned_shape
 from dflash_offline.errors import TrainError
+from dflash_offline.export.warm_start import start_tensors
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import digest
 from dflash_offline.objective import FrozenHead, Objective
 from dflash_offline.optimizer import AdamW, Weights
 from dflash_offline.store import HiddenStateStore
-from dflash_offline.target import load_embedding_and_head
+from dflash_offline.target import Ending, load_embedding_and_head, load_ending
 from dflash_offline.train.ranks import Ranks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -35,6 +36,7 @@ class Setup:
     Attributes:
         embedding: the target's [V, H], frozen.
         head: the target's, frozen.
+        ending: the target's final norm, when training towards its distribution.
         facts: what all ranks must agree on, and a resumed run with the one before it.
         machine: versions and device; a change on resume is said, not refused.
     """
@@ -51,11 +53,24 @@ class Setup:
     drafter: Drafter
     embedding: torch.Tensor
     head: FrozenHead
+    ending: Ending | None
     objective: Objective
     weights: Weights
     optimizer: AdamW
     facts: dict[str, Any]
     machine: dict[str, Any]
+
+    def made_up(self, shape: BatchShape) -> DeviceBatch:
+        """A micro-batch of a shape with made-up contents, as full as it gets."""
+        return made_up(
+            shape,
+            block_size=self.shape.block_size,
+            num_taps=len(self.shape.target_layer_ids),
+            hidden_size=self.shape.hidden_size,
+            device=self.device,
+            dtype=self.dtype,
+            teacher=self.ending is not None,
+        )
 
 
 def choose_device(config: RunConfig, ranks: Ranks) -> torch.device:
@@ -86,8 +101,6 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
     """
     train, layout = config.train, Layout(config.root_dir)
     dtype = DTYPES[train.dtype]
-    if train.kl_weight > 0:
-        raise TrainError("[train] kl_weight: training towards the target's distribution is not available; set it to 0")
     corpus = Corpus.open(layout.corpus(keys.corpus_key(config)), deep=True)
     # checksums are read once, by rank 0, before the ranks meet; the others look at sizes
     verify = config.store.verify if ranks.first else "sizes"
@@ -100,20 +113,25 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
         store,
         stored,
         train,
-        taps=store.positions(wanted),
+        taps=store.positions(wanted) + ([store.num_taps - 1] if train.kl_weight > 0 else []),  # the last one is the last layer's
         block_size=config.drafter.block_size,
         pin=device.type == "cuda",
     )
     folder = identity.model_folder(config)
     shape = planned_shape(config, folder)
     embedding, head = load_embedding_and_head(folder, dtype=dtype, device=device)
+    ending = None
+    if train.kl_weight > 0:
+        ending = load_ending(folder, dtype=dtype, device=device, trust_remote_code=config.target.trust_remote_code)
     with torch.device(device):
         path = choose_attention(train.attention, head_dim=shape.head_dim, dtype=dtype, device=device)
         drafter = Drafter(shape, attention=path)
     drafter.initialise(seed=train.seed)
+    if (start := start_tensors(config, shape)) is not None:
+        drafter.load_state_dict(start)
     if device.type == "cuda" and drafter.attention.compiled:
         drafter.compile_layers()
-    weights = Weights(drafter, device=device, dtype=dtype, ema=train.ema)
+    weights = Weights(drafter, device=device, dtype=dtype, ema=train.ema, shard=ranks.shard if train.fsdp else None)
     return Setup(
         config=config,
         key=key,
@@ -127,7 +145,14 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
         drafter=drafter,
         embedding=embedding,
         head=FrozenHead(head, precision=train.head_precision),
-        objective=Objective(loss=train.loss, gamma=config.gamma, dpace_alpha=train.dpace_alpha),
+        ending=ending,
+        objective=Objective(
+            loss=train.loss,
+            gamma=config.gamma,
+            dpace_alpha=train.dpace_alpha,
+            kl_weight=train.kl_weight,
+            teacher_softcap=None if ending is None else ending.softcap,
+        ),
         weights=weights,
         optimizer=AdamW(weights, betas=train.betas, weight_decay=train.weight_decay),
         facts={

@@ -21,11 +21,15 @@ def save(trainer: "Trainer") -> None:
         TrainError: they do not.
     """
     setup, reporter = trainer.setup, trainer.reporter
-    total = float(setup.weights.master.sum(dtype=torch.float64))
+    weights = setup.weights
+    copies = weights.master if weights.shard.count == 1 else weights.compute  # what all ranks have alike
+    total = float(copies.sum(dtype=torch.float64))
     trainer.ranks.compare({f"the sum of all weights after step {trainer.next_step}": total})
-    if not trainer.ranks.first:
-        return
     trainer.progress.update(text="writing a checkpoint", force=True)
+    tensors = _whole(trainer)
+    if not trainer.ranks.first:
+        trainer.progress.update(text="training", force=True)
+        return
     state = {
         "step": trainer.next_step,
         "updates": int(setup.optimizer.steps_taken),
@@ -38,11 +42,26 @@ def save(trainer: "Trainer") -> None:
     checkpoint.save(
         setup.folder / "checkpoints",
         key=setup.key,
-        tensors=state_tensors(setup.weights, setup.optimizer),
+        tensors=tensors,
         state=state,
         keep=trainer.train.keep_checkpoints,
     )
     trainer.progress.update(text="training", force=True)
+
+
+def _whole(trainer: "Trainer") -> dict[str, torch.Tensor]:
+    """All weights and moments, on rank 0; shares are put together one tensor after the other, in the gradient's memory."""
+    weights = trainer.setup.weights
+    tensors = state_tensors(weights, trainer.setup.optimizer)
+    if weights.shard.count == 1:
+        return tensors
+    found = {}
+    for name, share in tensors.items():
+        whole = weights.whole(share)
+        if trainer.ranks.first:
+            found[name] = whole.to("cpu", copy=True)
+    weights.gradient.zero_()
+    return found
 
 
 def resume(trainer: "Trainer") -> None:
@@ -58,7 +77,7 @@ def resume(trainer: "Trainer") -> None:
     trainer.ranks.compare({"the newest checkpoint": None if found is None else found.step})
     if found is not None:
         _check(found, setup.facts)
-        found.load_into(state_tensors(setup.weights, setup.optimizer))
+        found.load_into(state_tensors(setup.weights, setup.optimizer), numel=setup.weights.numel, start=setup.weights.start)
         setup.optimizer.set_steps_taken(found.state["updates"])
         setup.weights.refresh()
         trainer.next_step = reporter.first_step = found.step
