@@ -51,21 +51,44 @@ def target_folder(config: RunConfig) -> Path:
         TargetError: there is neither such a folder nor such a model in the hub cache.
     """
     name = config.target.model
-    if name == DEMO_MODEL:
-        return demo.converted_folder()
+    return demo.converted_folder() if name == DEMO_MODEL else _local_folder(config, name, f"[target] model = {name!r}")
+
+
+def start_folder(config: RunConfig) -> Path | None:
+    """The folder of ``[drafter] init_from``; None where it is left out.
+
+    Raises:
+        TargetError: there is neither such a folder nor such a model in the hub cache.
+    """
+    name = config.drafter.init_from
+    return None if name is None else _local_folder(config, name, f"{config.where('drafter')} init_from = {name!r}")
+
+
+def start_identity(config: RunConfig) -> list[Any]:
+    """Digest of what training starts from, in a list; an empty one where it starts from random weights."""
+    folder = start_folder(config)
+    if folder is None:
+        return []
+    path = folder / "config.json"
+    if not path.is_file():
+        raise TargetError(f"{folder}: no config.json, so this is no exported drafter")
+    return [{"config": checksum(path), "weights": digest(weights_identity(folder))}]
+
+
+def _local_folder(config: RunConfig, name: str, where: str) -> Path:
     path = config.path(name)
     if path.is_dir():
         return path
     if path.is_file():
-        raise TargetError(f"[target] model = {name!r} is a file; name the folder that holds config.json")
+        raise TargetError(f"{where} is a file; name the folder that holds config.json")
     if name.count("/") <= 1 and not name.startswith((".", "/", "~")):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
         with contextlib.suppress(LocalEntryNotFoundError, HFValidationError, FileNotFoundError):
             return Path(snapshot_download(name, local_files_only=True))
-        raise TargetError(f"[target] model = {name!r}: no folder {path}, and not in the hub cache; run `hf download {name}` first")
-    raise TargetError(f"[target] model = {name!r}: no folder {path}")
+        raise TargetError(f"{where}: no folder {path}, and not in the hub cache; run `hf download {name}` first")
+    raise TargetError(f"{where}: no folder {path}")
 
 
 def model_folder(config: RunConfig) -> Path:

@@ -90,6 +90,8 @@ def reduced_run_file(config: RunConfig, *, corpus: Path, rows: int, steps: int) 
     target = sections["target"]
     if target["model"] != DEMO_MODEL and config.path(target["model"]).exists():
         target["model"] = str(config.path(target["model"]))
+    if config.drafter.init_from is not None and config.path(config.drafter.init_from).exists():
+        sections["drafter"]["init_from"] = str(config.path(config.drafter.init_from))
     section = sections["corpus"]
     if config.regenerates:
         answers = min(_ANSWER_TOKENS, config.regenerate.max_new_tokens)

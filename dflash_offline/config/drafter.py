@@ -29,6 +29,11 @@ class DrafterConfig(Section):
     sliding_layers: list[int] | None = Field(
         None, description="Which drafter layers slide; all when sliding_window is set and this is left out."
     )
+    init_from: str | None = Field(
+        None,
+        description="Exported drafter (z-lab or speculators form, ours or another's; folder, or name in the hub cache) whose weights "
+        "training starts from; random ones when left out.",
+    )
 
     @model_validator(mode="after")
     def _sizes(self) -> "DrafterConfig":

@@ -111,7 +111,8 @@ def planned_shape(config: RunConfig, target_folder: Path) -> DrafterShape:
     """The drafter that a run file asks for, mask token resolved.
 
     Raises:
-        ConfigError: its sizes do not go together.
+        ConfigError: its sizes do not go together, or are not those of ``init_from``.
+        ExportError: the drafter of ``init_from`` cannot be read.
         TargetError: the mask token cannot be used or none can be found; the rotary embedding cannot be carried over.
     """
     from dflash_offline import identity
@@ -119,7 +120,12 @@ def planned_shape(config: RunConfig, target_folder: Path) -> DrafterShape:
 
     mask_token_id = resolve_mask_token_id(target_folder, config.drafter.mask_token_id)
     known = facts(target_folder, config.target.trust_remote_code)
-    return DrafterShape.from_target(known, config.drafter, identity.drafter_layer_ids(config), mask_token_id)
+    shape = DrafterShape.from_target(known, config.drafter, identity.drafter_layer_ids(config), mask_token_id)
+    if config.drafter.init_from is not None:
+        from dflash_offline.export.warm_start import start_tensors
+
+        start_tensors(config, shape)  # what does not fit is said wherever a shape is planned: before anything is captured
+    return shape
 
 
 def rope_of_target(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dflash_offline.export.card import model_card
 from dflash_offline.export.conformance import Check, check_folder, require
 from dflash_offline.export.formats import Format, TargetInfo
 from dflash_offline.export.reading import check_fits, read_tensors
+from dflash_offline.export.warm_start import started_from
 from dflash_offline.export.writing import write_folder
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import damaged_files, digest, read_json, read_manifest, write_bytes, write_json, write_manifest
@@ -185,6 +186,8 @@ def _training(config: RunConfig, manifest: dict[str, Any], step: int | None) -> 
     }
     if step is not None:
         told["settings"]["checkpoint of step"] = step
+    if (start := started_from(config)) is not None:
+        told["settings"]["weights at the start"] = start
     for name in ("steps", "tokens", "seconds"):
         if isinstance(manifest.get(name), (int, float)):
             told["settings"][f"{name} trained"] = manifest[name]
