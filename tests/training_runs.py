@@ -26,15 +26,20 @@ NUM_ROWS = 24
 CORPUS = {"heldout_fraction": 0.25}
 
 
-def make_inputs(folder: Path, *, model: Path, conversations: list[dict[str, Any]], captured: int | None = None) -> Path:
+def make_inputs(
+    folder: Path, *, model: Path, conversations: list[dict[str, Any]], captured: int | None = None, last_hidden: bool = False
+) -> Path:
     """Prepare the corpus of NUM_ROWS conversations and capture it (only its first ``captured`` rows) under FOLDER/out."""
     corpus_file = folder / "corpus.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     corpus_file.write_text("".join(json.dumps(row) + "\n" for row in conversations[:NUM_ROWS]), encoding="utf-8")
-    config = RunConfig.load(write_run_file(folder, model=model, files=[corpus_file], corpus=CORPUS))
+    store_section = {"codec": "lossless", "store_last_hidden": last_hidden}
+    config = RunConfig.load(write_run_file(folder, model=model, files=[corpus_file], corpus=CORPUS, store=store_section))
     layout, key = Layout(config.root_dir), keys.corpus_key(config)
     corpus = prepare(config, layout.corpus(key), key, Progress(None))
     path, layers = layout.store(keys.capture_key(config)), identity.capture_layer_ids(config)
+    if last_hidden:
+        layers = [*layers, identity.num_target_layers(config) - 1]
     store.create_or_open(path, keys.store_identity(config))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = load_target(model, dtype=torch.float32, device=device, attention="sdpa", layer_ids=layers)
