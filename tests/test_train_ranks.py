@@ -99,6 +99,25 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(
         assert loss == pytest.approx(other, rel=2e-5)
 
 
+def test_divided_optimiser_state_trains_alike_and_resumes_with_fewer_ranks(
+    undisturbed: dict[int, Path], tmp_path: Path, inputs: Path, tiny_target: Path
+) -> None:
+    run_file = runs.make_run(tmp_path, inputs, model=tiny_target, train=TRAIN | {"fsdp": True})
+    with runs.RankProcesses(*[run_file] * 3) as ranks:
+        ranks.wait_for_step(3)
+        ranks.processes[2].send_signal(signal.SIGTERM)
+        stopped = ranks.output()
+    assert [status for status, _, _ in stopped] == [143] * 3 and "optimiser state divided among 3 ranks" in stopped[0][1], stopped
+    with runs.RankProcesses(*[run_file] * 2) as ranks:
+        finished = ranks.output()
+    assert [status for status, _, _ in finished] == [0, 0], finished
+    assert "with 2 ranks in place of 3" in finished[0][1]
+    for (step, loss, norm), (other_step, other, other_norm) in zip(runs.losses(run_file), runs.losses(undisturbed[1]), strict=True):
+        assert step == other_step and loss == pytest.approx(other, rel=2e-5) and norm == pytest.approx(other_norm, rel=2e-4)
+    assert heldout_rows(run_file)[-1]["loss"] == pytest.approx(heldout_rows(undisturbed[1])[-1]["loss"], rel=1e-4)
+    torch.testing.assert_close(weights(run_file), weights(undisturbed[1]), rtol=1e-2, atol=1e-3)
+
+
 def test_a_killed_rank_ends_the_others_with_one_line(tmp_path: Path, inputs: Path, tiny_target: Path) -> None:
     run_file = runs.make_run(tmp_path, inputs, model=tiny_target, train=TRAIN | {"epochs": 300})
     with runs.RankProcesses(run_file, run_file) as ranks:

@@ -82,12 +82,12 @@ def open_corpus(run_file: Path) -> Corpus:
     return Corpus.open(Layout(config.root_dir).corpus(keys.corpus_key(config)))
 
 
-def train_here(run_file: Path) -> Path:
+def train_here(run_file: Path, *, partial: bool = False) -> Path:
     """Train in this process, as the only rank; returns the drafter's folder."""
     from dflash_offline.train import train
 
     config = RunConfig.load(run_file)
-    train(config, argparse.Namespace(key=keys.train_key(config)), Progress(None))
+    train(config, argparse.Namespace(key=keys.train_key(config), partial=partial), Progress(None))
     return drafter_folder(run_file)
 
 

@@ -46,13 +46,14 @@ def main() -> None:
 
 
 def _add_commands() -> None:
-    from dflash_offline.cli import following, inspecting, planning, results, starting, tidying
+    from dflash_offline.cli import following, inspecting, planning, results, starting, tidying, training
 
     for command in (
         starting.init,
         planning.doctor,
         planning.plan,
         starting.smoke,
+        training.train,
         following.status,
         inspecting.inspect,
         inspecting.show,

@@ -50,8 +50,8 @@ class Step:
     micro_batches: list[np.ndarray]
 
 
-def stored_indices(corpus: Corpus, store: HiddenStateStore) -> np.ndarray:
-    """Where each corpus row lies in the store: int64 [rows].
+def stored_indices(corpus: Corpus, store: HiddenStateStore, *, some: bool = False) -> np.ndarray:
+    """Where each corpus row lies in the store: int64 [rows]; with ``some`` -1 for a row that is not there.
 
     Raises:
         TrainError: rows are missing; the text says how many are there.
@@ -63,7 +63,7 @@ def stored_indices(corpus: Corpus, store: HiddenStateStore) -> np.ndarray:
         except KeyError:
             continue
     captured = int((found >= 0).sum())
-    if captured < len(corpus):
+    if captured < len(corpus) and not some:
         raise TrainError(f"{store.path}: capture incomplete, {captured}/{len(corpus)} rows; run the capture stage to its end first")
     return found
 
@@ -83,16 +83,21 @@ class TrainingOrder:
         corpus: its rows that are not held out are trained on, each once an epoch.
         train: the run file's section.
         block_size: slots of a block.
+        available: bool [rows], which rows are in the store; all of them when left out.
 
     Raises:
         TrainError: there is no row to train on, or one row alone is over a budget.
     """
 
-    def __init__(self, corpus: Corpus, train: TrainConfig, *, block_size: int) -> None:
+    def __init__(self, corpus: Corpus, train: TrainConfig, *, block_size: int, available: np.ndarray | None = None) -> None:
         self.train, self.block_size = train, block_size
-        self.rows = np.flatnonzero(~np.asarray(corpus.heldout))
+        there = np.ones(len(corpus), bool) if available is None else available
+        self.rows = np.flatnonzero(~np.asarray(corpus.heldout) & there)
         if not len(self.rows):
-            raise TrainError(f"{corpus.folder}: no conversation is left to train on ({len(corpus)} in all, all of them held out)")
+            raise TrainError(
+                f"{corpus.folder}: no conversation is left to train on "
+                f"({len(corpus)} in all, {there.sum()} in the store, all of them held out)"
+            )
         self.max_blocks = train.slots_per_batch // block_size
         self._lengths = np.asarray(corpus.lengths)[self.rows].astype(np.int64)
         self._buckets = np.asarray(corpus.buckets)[self.rows]

@@ -4,6 +4,7 @@
 ``setup.py``         what a rank trains with: data, drafter, frozen tables, optimiser
 ``ranks.py``         the other ranks: joining, comparing, gradient sums in a fixed order
 ``peers.py``         which rank has died
+``partial.py``       training on what is captured so far
 ``loop.py``          the training loop; ``Trainer.train_step`` is one optimiser step
 ``statistics.py``    what a step is judged by
 ``speed.py``         that training stays as fast as it was, and that ranks are alike
@@ -30,6 +31,11 @@ from dflash_offline.config import RunConfig
 from dflash_offline.progress import Progress
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the stage."""
+    parser.add_argument("--partial", action="store_true", help="train a drafter of its own on the parts committed so far")
+
+
 def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) -> None:
     """Train the drafter of a run file, from its newest checkpoint if there is one: the body of the stage.
 
@@ -37,8 +43,10 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
         TrainError: see ``setup.prepare`` and ``Trainer.run``.
     """
     began = time.monotonic()
+    from dflash_offline.optimizer import state_tensors
     from dflash_offline.train import kernels, output, state
     from dflash_offline.train.loop import Trainer
+    from dflash_offline.train.partial import choose
     from dflash_offline.train.proof import prove
     from dflash_offline.train.ranks import Ranks
     from dflash_offline.train.setup import choose_device, prepare
@@ -51,7 +59,8 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
         if said is not None:
             progress.say(said)
     progress.update(text="opening corpus and store", force=True)
-    setup = prepare(config, arguments.key, ranks, device)
+    partial = choose(config, arguments.key) if getattr(arguments, "partial", False) else None
+    setup = prepare(config, arguments.key, ranks, device, partial=partial)
     trainer = Trainer(setup, ranks, progress)
     if folder is not None:
         progress.update(text="compiling kernels", force=True)
@@ -69,6 +78,14 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
                 f"{setup.order.total_steps} steps, {ranks.size} rank{'s' if ranks.size > 1 else ''} on {setup.machine['device']}, "
                 f"attention {setup.machine['attention']}; ready after {time.monotonic() - began:.1f}s"
             )
+            if partial is not None:
+                progress.say(
+                    f"this is a drafter of {len(partial.parts)} parts, {int((setup.loader.stored >= 0).sum())} of {len(setup.corpus)} "
+                    f"conversations, in {setup.folder}; the full one is still to be trained"
+                )
+            if setup.weights.shard.count > 1:
+                share = sum(tensor.nbytes for tensor in state_tensors(setup.weights, setup.optimizer).values())
+                progress.say(f"weights and optimiser state divided among {ranks.size} ranks: {share / 1e9:.2f} GB each")
         trainer.run()
         final = setup.weights.whole(setup.weights.final)
         if ranks.first:

@@ -21,9 +21,13 @@ RESAMPLES = 1000
 INTERVAL = (2.5, 97.5)  # percentiles
 
 
-def choose_rows(corpus: Corpus, most: int) -> list[int]:
-    """Up to ``most`` held-out rows, by the order of their content hashes: the same whatever the order of the files."""
-    rows = np.flatnonzero(np.asarray(corpus.heldout)).tolist()
+def choose_rows(corpus: Corpus, most: int, *, available: np.ndarray | None = None) -> list[int]:
+    """Up to ``most`` held-out rows, by the order of their content hashes: the same whatever the order of the files.
+
+    ``available``: bool [rows], which rows are in the store; all of them when left out.
+    """
+    heldout = np.asarray(corpus.heldout)
+    rows = np.flatnonzero(heldout if available is None else heldout & available).tolist()
     return sorted(rows, key=lambda row: corpus.hashes[row].tobytes())[:most]
 
 

@@ -76,7 +76,7 @@ class Trainer:
         self.settled_at = time.perf_counter()
         self.heldout_jobs = heldout.jobs(
             setup.corpus,
-            heldout.choose_rows(setup.corpus, self.train.heldout_rows),
+            heldout.choose_rows(setup.corpus, self.train.heldout_rows, available=setup.loader.stored >= 0),
             list(self.order.shapes.values()),
             tokens_per_batch=self.train.tokens_per_batch,
             blocks=self.order.max_blocks,

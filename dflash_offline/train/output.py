@@ -63,6 +63,7 @@ def write(setup: Setup, ranks: Ranks, final: torch.Tensor) -> dict[str, Any]:
         mask_token_id=setup.shape.mask_token_id,
         chat_template_kwargs=setup.config.corpus.chat_template_kwargs,
         averaged=setup.config.train.ema is not None,
+        partial=None if setup.partial is None else setup.partial.to_dict() | {"rows": int((setup.loader.stored >= 0).sum())},
         machine=setup.machine,
         metrics=trained[-1] if trained else None,
         heldout=evaluated[-1]["heldout"] if evaluated else None,

@@ -24,6 +24,7 @@ from dflash_offline.objective import FrozenHead, Objective
 from dflash_offline.optimizer import AdamW, Weights
 from dflash_offline.store import HiddenStateStore
 from dflash_offline.target import Ending, load_embedding_and_head, load_ending
+from dflash_offline.train.partial import Partial
 from dflash_offline.train.ranks import Ranks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -37,6 +38,7 @@ class Setup:
         embedding: the target's [V, H], frozen.
         head: the target's, frozen.
         ending: the target's final norm, when training towards its distribution.
+        partial: what part of the store this run is about; None for all of it.
         facts: what all ranks must agree on, and a resumed run with the one before it.
         machine: versions and device; a change on resume is said, not refused.
     """
@@ -59,6 +61,7 @@ class Setup:
     optimizer: AdamW
     facts: dict[str, Any]
     machine: dict[str, Any]
+    partial: Partial | None = None
 
     def made_up(self, shape: BatchShape) -> DeviceBatch:
         """A micro-batch of a shape with made-up contents, as full as it gets."""
@@ -93,8 +96,11 @@ def choose_device(config: RunConfig, ranks: Ranks) -> torch.device:
     return device
 
 
-def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> Setup:
+def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device, *, partial: Partial | None = None) -> Setup:
     """Open corpus and store, build the drafter, load the frozen tables. Every rank does this on its own.
+
+    Args:
+        partial: train on its parts only, under its key.
 
     Raises:
         TrainError: the corpus is not captured whole, there is nothing to train on, a setting does not fit the store.
@@ -104,10 +110,12 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
     corpus = Corpus.open(layout.corpus(keys.corpus_key(config)), deep=True)
     # checksums are read once, by rank 0, before the ranks meet; the others look at sizes
     verify = config.store.verify if ranks.first else "sizes"
-    store = HiddenStateStore(layout.store(keys.capture_key(config)), verify=verify, **config.store.cache)
-    stored = stored_indices(corpus, store)
+    parts = None if partial is None else partial.parts
+    store = HiddenStateStore(layout.store(keys.capture_key(config)), verify=verify, parts=parts, **config.store.cache)
+    stored = stored_indices(corpus, store, some=partial is not None)
+    key = key if partial is None else partial.key
     wanted = identity.drafter_layer_ids(config)
-    order = TrainingOrder(corpus, train, block_size=config.drafter.block_size)
+    order = TrainingOrder(corpus, train, block_size=config.drafter.block_size, available=stored >= 0)
     loader = BatchLoader(
         corpus,
         store,
@@ -170,6 +178,7 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device) -> 
             "device": device_name(device),
             "attention": drafter.attention.name,
         },
+        partial=partial,
     )
 
 

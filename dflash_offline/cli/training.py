@@ -1,0 +1,57 @@
+"""``train --partial``: training that does not wait for capture."""
+
+import signal
+import socket
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from dflash_offline.cli.options import config_option, load_run
+
+GRACE_S = 120.0  # for a checkpoint
+
+
+@click.command()
+@config_option
+@click.option("--partial", is_flag=True, help="Train on the parts committed so far.")
+@click.option("--drafter", help="Name of the drafter, where the run file has several.")
+def train(config: Path | None, partial: bool, drafter: str | None) -> None:
+    """Train on what is captured so far, while capture goes on; stopped, it goes on with the same parts.
+
+    What comes of it is a drafter of its own: the full one is trained by luigi --module pipelines TrainDrafter.
+    """
+    if not partial:
+        raise click.UsageError("say --partial to train on the parts committed so far; luigi --module pipelines TrainDrafter trains on all")
+    from dflash_offline import keys
+    from dflash_offline.gpus import resolve
+    from dflash_offline.layout import Layout
+    from dflash_offline.processes import Job, run_jobs
+
+    run = load_run(config)
+    if drafter is not None:
+        run = run.for_drafter(drafter)
+    devices = resolve(run.train.gpus, run.train.ranks, where="[train] gpus")
+    key = keys.train_key(run)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    world = {"WORLD_SIZE": str(len(devices)), "LOCAL_WORLD_SIZE": str(len(devices)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    options = ["--config", str(run.source), "--key", key, "--partial", *(["--drafter", drafter] if drafter else [])]
+    jobs = [
+        Job(
+            f"train-partial-{rank}",
+            "dflash_offline.train",
+            options,
+            gpu=gpu,
+            peers=len(devices),
+            environment=world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, gpu in enumerate(devices)
+    ]
+    signal.signal(signal.SIGTERM, _stop)
+    run_jobs(jobs, log_dir=Layout(run.root_dir).logs("train"), say=click.echo, grace_s=GRACE_S)
+
+
+def _stop(*_: object) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)

@@ -1,0 +1,59 @@
+"""Training on the parts committed so far: a drafter of its own, never taken for the full one."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_runs as runs
+
+from dflash_offline import keys
+from dflash_offline.config import RunConfig
+from dflash_offline.errors import TrainError
+from dflash_offline.layout import Layout
+from dflash_offline.manifest import read_json, read_manifest
+from dflash_offline.train import partial
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, conversations: list[dict[str, Any]]) -> Path:
+    return runs.make_inputs(tmp_path_factory.mktemp("inputs"), model=tiny_target, conversations=conversations, captured=14)
+
+
+def partial_folders(run_file: Path) -> list[Path]:
+    return [mark.parent for mark in runs.drafter_folder(run_file).parent.glob(f"*/{partial.MARK}")]
+
+
+def test_a_partial_drafter_is_its_own(tmp_path: Path, inputs: Path, tiny_target: Path) -> None:
+    run_file = runs.make_run(tmp_path, inputs, model=tiny_target, train={"max_steps": 2})
+    with pytest.raises(TrainError, match="capture incomplete, 14/24 rows"):
+        runs.train_here(run_file)
+    command = [sys.executable, "-m", "dflash_offline.cli", "train", "--partial", "--config", str(run_file)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a drafter of 1 parts, 14 of 24 conversations" in done.stdout and "the full one is still to be trained" in done.stdout
+    (folder,) = partial_folders(run_file)
+    full = runs.drafter_folder(run_file)
+    assert folder != full and not (full / "manifest.json").exists()
+    manifest = read_manifest(folder, kind="drafter")
+    assert manifest["steps"] == 2 and manifest["key"] == folder.name
+    assert manifest["partial"] == {"full_key": full.name, "parts": ["part-00000"], "rows": 14}
+    with pytest.raises(TrainError, match="a drafter was trained on the 1 parts there are already"):
+        runs.train_here(run_file, partial=True)
+
+
+def test_a_stopped_run_goes_on_with_its_parts(tmp_path: Path, inputs: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_file = runs.make_run(tmp_path, inputs, model=tiny_target)
+    config = RunConfig.load(run_file)
+    key = keys.train_key(config)
+    begun = partial.choose(config, key)
+    assert read_json(Layout(config.root_dir).drafter(begun.key) / partial.MARK) == {"full_key": key, "parts": ["part-00000"]}
+    monkeypatch.setattr(partial, "committed_parts", lambda store: ["part-00000", "part-00001"])
+    assert partial.choose(config, key) == begun
+    other = RunConfig.load(runs.make_run(tmp_path, inputs, model=tiny_target, train={"seed": 3}))
+    assert partial.choose(other, keys.train_key(other)).parts == ["part-00000", "part-00001"]
+    monkeypatch.setattr(partial, "committed_parts", lambda store: [])
+    third = RunConfig.load(runs.make_run(tmp_path, inputs, model=tiny_target, train={"seed": 4}))
+    with pytest.raises(TrainError, match="no part is committed yet"):
+        partial.choose(third, keys.train_key(third))
