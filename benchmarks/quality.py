@@ -74,7 +74,7 @@ class Bench:
     def prepare(self) -> RunConfig:
         """Capture the corpus into the lossless store, once; whoever comes later waits."""
         config = run_file(self.options, "prepare", codec="lossless")
-        done = Layout(config.root_dir).root / "prepared"
+        done = Layout(config.root_dir).capture(keys.capture_key(config)) / "prepared"
         with locked(self.options.root / "prepare.lock"):
             if not done.exists():
                 path = self.options.root / "arms" / "prepare" / "run.toml"
@@ -196,7 +196,6 @@ class Bench:
         trainer = Trainer(setup, ranks, Progress(None))
         if folder is not None:
             trainer.warm_up(folder)
-        ranks.join(self.device)
         count = min(setup.order.total_steps, 4 if self.device.type == "cpu" else 80)
         first, began = count // 4, 0.0
         jobs = (job for number in range(count) for job in trainer.jobs(setup.order.step(number)))
@@ -208,7 +207,6 @@ class Bench:
                     began = time.perf_counter()
                 trainer.train_step(setup.order.step(number), feed)
             self._wait()
-        ranks.leave()
         step_s, steps = (time.perf_counter() - began) / (count - first), setup.order.total_steps
         del trainer, setup
         self.release()

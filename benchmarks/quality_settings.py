@@ -23,6 +23,7 @@ RECIPES: dict[str, dict[str, Any]] = {  # ``share``: of the micro-batch of ``equ
     "time-anchors": {"share": 1.0, "anchors": 256, "weight_decay": 0.1} | MODERN | {"lr": 1.5e-3},  # every usable anchor
     "time-noise": {"share": 0.5, "anchors": 128, "noise": 0.05, "weight_decay": 0.1} | MODERN,  # against learning by heart
     "time-steps": {"share": 0.25, "anchors": 128} | MODERN,
+    "time-kl": {"share": 0.5, "anchors": 128, "kl_weight": 0.5} | MODERN,  # towards the target's distribution; --last-hidden
     "time-plain": {"share": 1.0, "anchors": ANCHORS},  # the peer's recipe, only longer
 }
 
@@ -50,6 +51,7 @@ heldout_fraction = 0.02
 [store]
 codec = "{codec}"
 verify = "sizes"
+store_last_hidden = {json.dumps(options.last_hidden)}
 [drafter]
 layers = {options.layers}
 block_size = {BLOCK}
@@ -118,11 +120,13 @@ def parse(argv: list[str] | None, *, description: str) -> argparse.Namespace:
     parser.add_argument("--heldout-tokens", type=int, default=320)
     parser.add_argument("--codec-epochs", type=float, default=3.0)
     parser.add_argument("--codec-rows", type=int, default=3000)
+    parser.add_argument("--last-hidden", action="store_true", help="store the last layer's output too; time-kl sets it by itself")
     parser.add_argument("--max-steps", type=int, help="stop every training early (to try this script)")
     options = parser.parse_args(argv)
     for name in options.parts:
         if name not in {"prepare", "specforge", "equal", *RECIPES} and not name.startswith("codec-"):
             parser.error(f"{name}: no such part")
+    options.last_hidden |= any(RECIPES.get(name, {}).get("kl_weight") for name in options.parts)
     for name in ("root", "responses", "prompts", "model", "out"):
         if getattr(options, name) is not None:
             setattr(options, name, getattr(options, name).absolute())
