@@ -3,6 +3,7 @@
 #   make demo        the whole pipeline on a small real model, on the CPU (some minutes)
 #   make test        the test suite
 #   make test-long   the sweeps: many kills, resumes, full disks
+#   make docs        the documentation as web pages, in site/
 #   make lint        ruff
 #   make clean       remove .venv and what tools leave behind (never a run's results)
 
@@ -20,7 +21,7 @@ TORCH_INDEX ?= $(shell command -v nvidia-smi > /dev/null || \
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install --quiet --progress-bar off
 
-.PHONY: demo test test-long lint clean
+.PHONY: demo test test-long docs lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -32,12 +33,15 @@ test: $(VENV)/.test
 test-long: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -m long $(PYTEST_ARGS)
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+
 lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamp files: a second `make` installs nothing. Where Debian's venv module is missing, pip fills the environment.
@@ -58,6 +62,10 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml demo-model.txt
 
 $(VENV)/.test: $(VENV)/.demo
 	$(INSTALL) -e '.[demo,test]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(INSTALL) -e '.[demo,docs]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.demo

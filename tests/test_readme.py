@@ -1,7 +1,6 @@
 """Every command of the README runs, on a finished run of a tiny target; what it points at is there."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shell_blocks
 from click.testing import CliRunner
 
 from dflash_offline.cli import main
@@ -23,14 +23,12 @@ _SMOKE = "dflash-offline smoke"  # the finished run was made by it
 
 
 def blocks(language: str) -> list[str]:
-    """Fenced blocks of a language; "" for those that name none."""
-    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL) if name == language]
+    return shell_blocks.blocks(README, language)
 
 
 def commands() -> list[str]:
-    """Lines of the bash blocks without their comments; the two that set everything up are CI's own business."""
-    lines = [line.split("  #")[0].strip() for block in blocks("bash") for line in block.splitlines()]
-    return [line for line in lines if line and not line.startswith(("#", "make ")) and line != _SMOKE]
+    """Those of the README; the two that set everything up are CI's own business, and the finished run was made by smoke."""
+    return [command for command in shell_blocks.commands(README) if not command.startswith("make ") and command != _SMOKE]
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +36,6 @@ def folder(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     copy = tmp_path_factory.mktemp("readme") / "run"
     shutil.copytree(finished_run, copy)
     return copy
-
-
-def environment() -> dict[str, str]:
-    """The commands as users type them: the console scripts of this interpreter first on PATH."""
-    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def test_there_are_commands() -> None:
@@ -53,18 +46,7 @@ def test_there_are_commands() -> None:
 
 @pytest.mark.parametrize("command", commands())
 def test_command_runs(folder: Path, command: str) -> None:
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
-        cwd=folder,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    assert "Traceback" not in done.stderr
+    done = shell_blocks.run(command, folder)
     if command.startswith("luigi --module pipelines DFlashAll"):
         assert "started on" not in done.stdout, "the finished run has nothing left to do"
     if command.startswith("luigi-deps-tree"):
