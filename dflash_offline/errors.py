@@ -14,6 +14,7 @@ what is allowed or what to do next: ``run.toml: [train]: unknown key 'lrr'; did 
        + StoreIdentityError   it holds another target, tokenizer, template, layer set, dtype or codec
        + StoreDamagedError    bytes are missing, extra or changed
        + StoreFullError       the disk is full
+       + StoreBusyError       another process writes the same part
      x TrainError             drafter training
        + CheckpointError      a checkpoint that cannot be read or does not fit
      x ExportError            the exported folder
@@ -58,6 +59,10 @@ class StoreDamagedError(StoreError):
 
 class StoreFullError(StoreError):
     """The disk ran out of space; what was committed before is intact."""
+
+
+class StoreBusyError(StoreError):
+    """Another process is writing the same part."""
 
 
 class TrainError(DFlashError):

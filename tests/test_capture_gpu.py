@@ -10,8 +10,9 @@ from conftest import make_tiny_target, write_run_file
 from test_capture import Run
 
 from dflash_offline.capture import Forwarder, check_taps
-from dflash_offline.store import HiddenStateStore
-from dflash_offline.target import load_target
+from dflash_offline.config import StoreConfig
+from dflash_offline.store import HiddenStateStore, PartWriter, create_or_open, staging
+from dflash_offline.target import load_target, packed
 
 pytestmark = pytest.mark.gpu
 
@@ -27,10 +28,13 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(((got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1)).median())
 
 
-def test_compiled_layers_give_the_same_and_are_not_compiled_again(bigger_target: Path) -> None:
+@pytest.mark.parametrize("packed", [True, False])
+def test_compiled_layers_give_the_same_and_are_not_compiled_again(packed: bool, bigger_target: Path) -> None:
+    torch._dynamo.reset()
     options = {"dtype": torch.bfloat16, "device": "cuda", "attention": "sdpa", "layer_ids": [0, 2, 4]}
     eager, target = load_target(bigger_target, **options), load_target(bigger_target, **options)
-    forwarder = Forwarder(target, compile_layers=True, is_hybrid=False, vocab_size=512, say=print)
+    forwarder = Forwarder(target, compile_layers=True, is_hybrid=False, vocab_size=512, say=print, packed=packed)
+    assert forwarder.packs == packed
     generator = np.random.default_rng(0)
     graphs = []
     for rows, longest in ((4, 300), (1, 511), (7, 120), (16, 64), (2, 500), (1, 90)):
@@ -43,7 +47,9 @@ def test_compiled_layers_give_the_same_and_are_not_compiled_again(bigger_target:
                 if len(graphs) < 2:
                     check_taps(target, torch.from_numpy(ids[i].astype(np.int64)), batch.row(i))
         graphs.append(forwarder.num_graphs)
-    assert graphs[1:] == [graphs[1]] * 5, "compiled again after the first batch of each kind"
+    kinds = 1 if packed else 2
+    assert graphs[kinds - 1 :] == [graphs[kinds - 1]] * (7 - kinds), "compiled again after the first batch of each kind"
+    assert forwarder.padding == 0 or not packed
 
 
 @pytest.mark.parametrize("codec", ["lossless", "bf16", "int8"])
@@ -55,9 +61,41 @@ def test_gpu_capture_into_a_store(codec: str, tmp_path: Path, bigger_target: Pat
     made = Run(write_run_file(tmp_path / "run", model=bigger_target, files=[corpus], store=store, target=target))
     lines = made.capture()
     assert "cuda:0 (NVIDIA" in lines[0] and "GPU-" in lines[0]
+    assert not any("padded" in line for line in lines) and made.extra(made.plan.parts[0].name)["packed"]
     eager = load_target(bigger_target, dtype=torch.bfloat16, device="cuda", attention="sdpa", layer_ids=[0, 2, 4])
     found = HiddenStateStore(made.store_path)
     assert len(found) == len(made.corpus)
     for i in range(len(found)):
         want = eager.capture(torch.from_numpy(np.asarray(found[i].input_ids, np.int64))[None])[0].cpu()
         assert distance(found[i].hidden_states(), want) < 0.03
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_rows_attention_equals_attention_of_each_row(window: int | None) -> None:
+    packed.register()
+    lengths = [300, 1, 128, 77]
+    generator = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(sum(lengths), 8, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
+    k, v = (torch.randn(sum(lengths), 2, 64, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(2))
+    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    found = torch.ops.dflash_offline.rows_attention(q, k, v, bounds.cuda(), max(lengths), 0.125, window or 0)
+    want = torch.ops.dflash_offline.rows_attention(*(x.cpu().float() for x in (q, k, v)), bounds, max(lengths), 0.125, window or 0)
+    torch.testing.assert_close(found.cpu().float(), want, rtol=2e-2, atol=2e-2)
+
+
+def test_long_rows_go_through_more_pieces_than_there_are_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "SLOT_BYTES", 1 << 14)
+    monkeypatch.setattr(staging, "SLOTS", 2)
+    path = tmp_path / "store.zarr"
+    create_or_open(path, {"target": "none"})
+    hidden = [torch.randn(length, 3, 256, device="cuda", dtype=torch.bfloat16) for length in (700, 5, 333)]
+    settings = StoreConfig(codec="lossless", shard_bytes=300_000)
+    options = {"store_settings": settings, "num_taps": 3, "hidden_size": 256, "num_tokens": 1038, "num_samples": 3, "threads": 4}
+    with PartWriter(path, "part-00000", **options) as writer:
+        for i, states in enumerate(hidden):
+            ids = np.arange(len(states), dtype=np.int32)
+            writer.append(i, bytes([i] * 32), 0, ids, np.ones(len(ids), np.uint8), states)
+        writer.commit({})
+    store = HiddenStateStore(path)
+    for i, states in enumerate(hidden):
+        assert torch.equal(store[i].hidden_states().view(torch.int16), states.cpu().view(torch.int16))

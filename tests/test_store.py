@@ -28,7 +28,7 @@ from small_store import (
 
 from dflash_offline import store
 from dflash_offline.codecs import CODECS, make_codec
-from dflash_offline.errors import StoreDamagedError, StoreError, StoreIdentityError
+from dflash_offline.errors import StoreBusyError, StoreDamagedError, StoreError, StoreIdentityError
 from dflash_offline.store.shards import ShardedArray
 
 
@@ -190,7 +190,7 @@ def test_second_writer_of_a_part_is_refused(tmp_path):
     store.create_or_open(tmp_path, identity())
     with writer(tmp_path, "part-00000", samples) as part:
         with (
-            pytest.raises(StoreError, match=r"part-00000\.partial: another process is writing this part"),
+            pytest.raises(StoreBusyError, match=r"part-00000\.partial: another process is writing this part"),
             writer(tmp_path, "part-00000", samples),
         ):
             pass

@@ -8,6 +8,7 @@ does not fit into memory is halved, and so is the token budget of its bucket fro
 Tensor legend: T tokens of a row, N token places of a batch, K taps, H hidden.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -45,6 +46,12 @@ class Batch:
         """Row ``b``: bf16 ``[T, K, H]``."""
         return torch.stack(self.row(b), dim=1).to(torch.bfloat16)
 
+    def used_on(self, device: torch.device) -> None:
+        """The current stream of ``device`` reads the taps: their memory is not to be given out again before it has."""
+        if device.type == "cuda":
+            for tap in self.taps:
+                tap.record_stream(torch.cuda.current_stream(device))
+
 
 class Forwarder:
     """Runs batches through a target.
@@ -71,8 +78,9 @@ class Forwarder:
         self.pads = self.packs or not is_hybrid or check_padding(target, vocab_size)
         if not self.pads:
             say("padding reaches the hidden states of this target, so only rows of equal length share a batch")
+        if self.is_cuda:
+            prepare_process()
         if self.compiled:
-            prepare_compiler()
             target.compile_layers(dynamic=True)
 
     @property
@@ -178,10 +186,12 @@ class Forwarder:
         )
 
 
-def prepare_compiler() -> None:
-    """Let each kind of layer have its own graph; fail loudly where one would fall back to uncompiled code."""
+def prepare_process() -> None:
+    """Let each kind of layer have its own graph; fail loudly where one would fall back to uncompiled code; share the interpreter finely."""
     import torch.fx.experimental._config as shapes
 
+    # each launch hands the interpreter's lock back and forth with the threads that write; waiting 5 ms for it would starve the GPU
+    sys.setswitchinterval(min(sys.getswitchinterval(), 2e-4))
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 64)
     config.fail_on_recompile_limit_hit = True

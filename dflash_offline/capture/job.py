@@ -1,13 +1,15 @@
 """One part on its way to the disk.
 
-The target's batches go in by ``put``; a thread takes the rows out of them on a stream of its own, checks them and hands
-them to the store's writer, which encodes where they lie. What waits in between is bounded over all jobs of a replica,
+The target's batches go in by ``put``; a thread takes the rows out of them on a stream of its own and hands them to the
+store's writer, which encodes where they lie and has them checked before it places them. No step waits for the GPU but
+the writer's last, in a thread of its own. What waits in between is bounded over all jobs of a replica,
 so the forward passes wait only when the disk cannot keep up, and that time is counted.
 
 Tensor legend: B rows, T tokens, K taps, H hidden.
 """
 
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -148,18 +150,18 @@ class PartJob:
             if self._next <= self.writer.resume_sample:
                 continue
             row = self._corpus.row(index)
-            hidden = batch.hidden(b)
-            self._check_values(hidden, index)
-            self.writer.append(index, row.sha256, row.bucket, row.input_ids, row.loss_mask, hidden)
+            check = functools.partial(self._check_values, index)
+            self.writer.append(index, row.sha256, row.bucket, row.input_ids, row.loss_mask, batch.hidden(b), check=check)
             self.tokens += len(row.input_ids)
+        batch.used_on(self._device)
 
-    def _check_values(self, hidden: torch.Tensor, index: int) -> None:
-        """Every token's vector of every tap is finite and not all zero: ``[T, K]`` judged in one pass."""
-        peak = hidden.abs().amax(dim=-1)  # NaN and inf carry over
-        if bool((torch.isfinite(peak) & (peak > 0)).all()):
+    def _check_values(self, index: int, rms: np.ndarray) -> None:
+        """Every token's vector of every tap is finite and not all zero, judged by its norm: ``rms`` float32 ``[T, K]``."""
+        sound = np.isfinite(rms) & (rms > 0)
+        if sound.all():
             return
-        token, tap = (~(torch.isfinite(peak) & (peak > 0))).nonzero()[0].tolist()
-        what = "all zero" if float(peak[token, tap]) == 0 else "not finite"
+        token, tap = np.argwhere(~sound)[0].tolist()
+        what = "all zero" if rms[token, tap] == 0 else "not finite"
         where = f"row {index} ({self._corpus.files[int(self._corpus.file_index[index])]} line {int(self._corpus.line[index])})"
         raise TargetError(
             f"{self.lease.name}: the hidden state of token {token} after layer {self._layer_ids[tap]} is {what} in {where}; the row was "

@@ -22,7 +22,7 @@ from dflash_offline.capture.statistics import channel_statistics
 from dflash_offline.codecs import ChannelStatistics
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
-from dflash_offline.errors import StoreError, TargetError
+from dflash_offline.errors import StoreBusyError, TargetError
 from dflash_offline.layout import Layout
 from dflash_offline.leases import EXPIRES_S, Lease, Leases
 from dflash_offline.plan import CapturePlan, PlannedPart
@@ -173,10 +173,8 @@ class Replica:
         )
         try:
             return writer.__enter__()
-        except StoreError as error:
-            if "another process is writing" in str(error):
-                return None
-            raise
+        except StoreBusyError:
+            return None
 
     def _run_batches(self, part: PlannedPart, job: PartJob, *, resume: int) -> None:
         start, waited = time.monotonic(), self.backlog.waited_s

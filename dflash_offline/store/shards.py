@@ -12,8 +12,9 @@ read. A shard file is its encoded chunks one after another, then ``C * K`` pairs
 import json
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +32,9 @@ ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhe
 _READ_BYTES = 4 << 20  # most bytes in one read
 _READ_CHUNKS = 500  # most chunks in one read: two buffers each, and the system takes 1024
 _thread = threading.local()  # a compressor and scratch memory of each thread
-_WINDOW = 64  # chunks compressed at a time, so that a shard is never held twice
+_WINDOW = 64  # most chunks of a group
+_GROUP_BYTES = 4 << 20  # of a group, before compression
+_GROUPS_AHEAD = 8  # groups encoded ahead of the one being written, so that a shard is never held twice
 
 
 def _crc32c(data: Any) -> bytes:
@@ -57,12 +60,41 @@ def _compressor(level: int) -> zstandard.ZstdCompressor:
     return held[1]
 
 
-def _encoded(chunks: np.ndarray, level: int | None, executor: Executor | None) -> Iterator[tuple[Any, bytes]]:
+def _groups(chunks: np.ndarray, level: int | None, executor: Executor | None) -> Iterator[list[tuple[Any, bytes]]]:
+    """Encoded chunks and their checks, in order, a group at a time; with an executor the next groups are made meanwhile.
+
+    Groups, because each hand-over between threads takes the interpreter's lock, which the thread that feeds the GPU needs.
+    """
     flat = chunks.reshape(-1, chunks.shape[-1])
-    for start in range(0, len(flat), _WINDOW):
-        window = flat[start : start + _WINDOW]
-        work = executor.map if executor is not None and level is not None else map
-        yield from work(lambda chunk: _compress(level, chunk), window)
+    size = max(1, min(_WINDOW, _GROUP_BYTES // flat.shape[-1]))
+    groups = (flat[start : start + size] for start in range(0, len(flat), size))
+
+    def encode(group: np.ndarray) -> list[tuple[Any, bytes]]:
+        return [_compress(level, chunk) for chunk in group]
+
+    if executor is None or level is None:  # a check alone is not worth a hand-over
+        yield from map(encode, groups)
+        return
+    waiting: deque[Future[list[tuple[Any, bytes]]]] = deque()
+    for group in groups:
+        waiting.append(executor.submit(encode, group))
+        if len(waiting) > _GROUPS_AHEAD:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _write_all(descriptor: int, pieces: list[Any]) -> None:
+    """``pieces`` (buffers of bytes) to a file, one after another."""
+    written = os.writev(descriptor, pieces)
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        if written >= len(view):
+            written -= len(view)
+            continue
+        view, written = view[written:], 0
+        while len(view):  # a raw write may be short
+            view = view[os.write(descriptor, view) :]
 
 
 def write_shard(
@@ -75,32 +107,30 @@ def write_shard(
         chunks: uint8 ``[c, K, chunk_bytes]``, the chunks that exist, in order; c may be below ``shard_chunks`` in the last shard.
         shard_chunks: C, token chunks of a whole shard.
         zstd: compression level, or None.
-        executor: compresses chunks in parallel.
+        executor: encodes chunks in parallel.
 
     Returns:
         Size in bytes, xxh3-128 of the bytes written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     index = np.full((shard_chunks, chunks.shape[1], 2), np.uint64(ABSENT), "<u8")
-    filled, hashed, offset = index.reshape(-1, 2), xxhash.xxh3_128(), 0
+    filled, hashed, offset, done = index.reshape(-1, 2), xxhash.xxh3_128(), 0, 0
     with path.open("wb", buffering=0) as file:
-
-        def write(data: Any) -> None:
-            view = memoryview(data).cast("B")
-            hashed.update(view)
-            while len(view):  # a raw write may be short
-                view = view[file.write(view) :]
-
-        for i, (data, check) in enumerate(_encoded(chunks, zstd, executor)):
-            write(data)
-            write(check)
-            size = memoryview(data).nbytes + len(check)
-            filled[i] = offset, size
-            offset += size
+        for group in _groups(chunks, zstd, executor):
+            pieces = [buffer for pair in group for buffer in pair]
+            for buffer in pieces:
+                hashed.update(buffer)
+            _write_all(file.fileno(), pieces)
+            for data, check in group:
+                size = memoryview(data).nbytes + len(check)
+                filled[done] = offset, size
+                offset, done = offset + size, done + 1
         table = index.tobytes()
-        write(table + _crc32c(table))
+        table += _crc32c(table)
+        hashed.update(table)
+        _write_all(file.fileno(), [table])
         os.fsync(file.fileno())
-    return offset + len(table) + 4, hashed.hexdigest()
+    return offset + len(table), hashed.hexdigest()
 
 
 def array_metadata(

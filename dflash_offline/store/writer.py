@@ -4,7 +4,7 @@ T tokens, K taps, H hidden size.
 
 1. ``append`` encodes each sample where it lies (``staging``) and collects the codes in the buffer of the current shard.
 2. A full shard is written by a thread, synced, and noted in the journal (``journal``); the next one fills meanwhile,
-   so at most two are in memory.
+   so at most two are in memory; three with more ``threads`` than one, when two are written at the same time.
 3. ``commit`` writes the small arrays and the manifest (``part_files``), syncs, lists the part in the store's index and
    renames ``part-00012.partial`` to ``part-00012``. Killed anywhere in between, the same calls finish the work.
 
@@ -27,16 +27,16 @@ import torch
 from dflash_offline import manifest
 from dflash_offline.codecs import ChannelStatistics, Codec, make_codec
 from dflash_offline.config import StoreConfig
-from dflash_offline.errors import StoreError, StoreFullError
+from dflash_offline.errors import StoreBusyError, StoreError, StoreFullError
 from dflash_offline.store import schema
 from dflash_offline.store.journal import Journal
 from dflash_offline.store.part_files import SAMPLE, PartShape, write_metadata, write_part_manifest, write_small_arrays
 from dflash_offline.store.remote import Remote
 from dflash_offline.store.shards import write_shard
-from dflash_offline.store.staging import Encoded, Stager
+from dflash_offline.store.staging import Piece, Stager
 from dflash_offline.store.values import Norms, check_values
 
-_STAGED = 8  # samples from a GPU that may wait to be placed
+_STAGED = 16  # pieces of samples from a GPU that may wait to be placed; their slots bound them first
 
 
 class PartWriter:
@@ -48,10 +48,11 @@ class PartWriter:
     Args:
         num_tokens, num_samples: of the whole part, known from the plan.
         statistics: of the channels, for codecs that need them.
-        threads: compress chunks in parallel.
+        threads: compress chunks in parallel, and write two shards at a time.
 
     Raises:
-        StoreError: another process writes this part, or the folder cannot be written.
+        StoreBusyError: another process writes this part.
+        StoreError: the folder cannot be written.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class PartWriter:
         self.already_committed, self.resume_sample = False, 0
         self._uploads: dict[str, Future] = {}
         self._threads, self._resources = threads, contextlib.ExitStack()
+        self._shards_at_once = 2 if threads > 1 else 1
 
     def __enter__(self) -> "PartWriter":
         with self._resources as resources, self._explained():
@@ -92,7 +94,7 @@ class PartWriter:
             self._uploader = ThreadPoolExecutor(2, f"{self.name}-uploader")
             resources.callback(self._uploader.shutdown, cancel_futures=True)
             self._compressor: Executor | None = resources.enter_context(ThreadPoolExecutor(self._threads)) if self._threads > 1 else None
-            self._writer = resources.enter_context(ThreadPoolExecutor(1, f"{self.name}-writer"))
+            self._writer = resources.enter_context(ThreadPoolExecutor(self._shards_at_once, f"{self.name}-writer"))
             self._placer = resources.enter_context(ThreadPoolExecutor(1, f"{self.name}-placer"))
             if self.remote is not None and not self.already_committed:
                 self.remote.begin(self.name)
@@ -113,7 +115,7 @@ class PartWriter:
                 if os.fstat(descriptor).st_ino == path.stat().st_ino:
                     break
             except BlockingIOError:
-                raise StoreError(f"{self.partial}: another process is writing this part; wait for it, or stop it first") from None
+                raise StoreBusyError(f"{self.partial}: another process is writing this part; wait for it, or stop it first") from None
             except FileNotFoundError:
                 pass  # its former holder removed it between our open and our lock
         resources.callback(lambda: path.unlink(missing_ok=True))
@@ -138,12 +140,11 @@ class PartWriter:
         self._position = self._handed_over = self.journal.tokens  # tokens placed; tokens in shards that are written or being written
         self._skip = self.journal.tokens - int(samples["tokens"].sum())
         self._buffers: list[np.ndarray] | None = self._new_buffers()
-        self._spare: list[np.ndarray] | None = None
         self._rows: dict[str, list[bytes]] = {name: [] for name in ("samples", *schema.TOKEN_ARRAYS, *(a.name for a in self.small))}
         self._norms = Norms(self.shape.num_taps, self.journal.statistics)
         self._stager = Stager(self.codec)
         self._staged: deque[Future] = deque()
-        self._written: Future | None = None
+        self._written: deque[tuple[Future, list[np.ndarray]]] = deque()  # shards being written, and the memory they lie in
         self._failed = False
 
     def _spec(self) -> dict[str, Any]:
@@ -162,7 +163,17 @@ class PartWriter:
 
     # -- samples in ------------------------------------------------------------------------------------------------
 
-    def append(self, sample_id: int, sha256: bytes, bucket: int, input_ids: Any, loss_mask: Any, hidden: torch.Tensor) -> None:
+    def append(
+        self,
+        sample_id: int,
+        sha256: bytes,
+        bucket: int,
+        input_ids: Any,
+        loss_mask: Any,
+        hidden: torch.Tensor,
+        *,
+        check: Callable[[np.ndarray], None] | None = None,
+    ) -> None:
         """Add the next sample. From a GPU this returns before the sample is placed, and a fault shows in a later call.
 
         Args:
@@ -170,6 +181,8 @@ class PartWriter:
             sha256: digest of its ids and mask, 32 bytes; the name the row goes by.
             input_ids, loss_mask: ``[T]``, tensors or arrays.
             hidden: bf16 ``[T, K, H]`` on the CPU or a GPU.
+            check: called with the root mean square of each vector, float32 ``[T, K]``, before anything of the sample is
+                placed; what it raises stops the part.
 
         Raises:
             StoreError: a value is not finite, or a tap is zero throughout; nothing of the sample is written.
@@ -189,27 +202,40 @@ class PartWriter:
             len(ids),
         )
         self._appended += 1
-        codes = self._stager.stage(hidden[skip:])
-        if not hidden.is_cuda:
-            self._place(ids[skip:], mask[skip:], codes, record)
-            return
-        self._staged.append(self._placer.submit(self._place, ids[skip:], mask[skip:], codes, record))
-        while self._staged and (len(self._staged) > _STAGED or self._staged[0].done()):
-            self._staged.popleft().result()
+        ids, mask = ids[skip:], mask[skip:]
+        for piece in self._stager.pieces(hidden[skip:]):
+            if not hidden.is_cuda:
+                self._place(piece, ids, mask, record, check)
+                continue
+            self._staged.append(self._placer.submit(self._place, piece, ids, mask, record, check))
+            while self._staged and (len(self._staged) > _STAGED or self._staged[0].done()):
+                self._staged.popleft().result()
 
-    def _place(self, ids: np.ndarray, mask: np.ndarray, codes: Callable[[], Encoded], record: np.ndarray) -> None:
-        if self._failed:  # a sample before this one was refused; placing this one would shift the rows
-            return
+    def _place(
+        self, piece: Piece, ids: np.ndarray, mask: np.ndarray, record: np.ndarray, check: Callable[[np.ndarray], None] | None
+    ) -> None:
+        """Place one piece of a sample; the sample's values are checked before its first."""
         try:
+            if self._failed:  # a sample before this one was refused; placing this one would shift the rows
+                return
             with self._explained():
-                arrays, rms = codes()
-                check_values(int(record["sample_id"]), rms)
-                self._place_rows(ids, mask, arrays, rms, record)
+                arrays, rms = piece.wait()
+                if piece.start == 0:
+                    if check is not None:
+                        check(rms)
+                    check_values(int(record["sample_id"]), rms)
+                span = slice(piece.start, piece.stop)
+                self._place_rows(ids[span], mask[span], arrays, rms[span], record if piece.stop == len(ids) else None)
         except BaseException:
             self._failed = True
             raise
+        finally:
+            piece.release()
 
-    def _place_rows(self, ids: np.ndarray, mask: np.ndarray, arrays: dict[str, np.ndarray], rms: np.ndarray, record: np.ndarray) -> None:
+    def _place_rows(
+        self, ids: np.ndarray, mask: np.ndarray, arrays: dict[str, np.ndarray], rms: np.ndarray, record: np.ndarray | None
+    ) -> None:
+        """Tokens into the shard; ``record`` with the last ones of a sample."""
         shard_tokens, done = self.shape.shard_tokens, 0
         assert self._position + len(ids) <= self.shape.num_tokens, "more tokens than the plan has"
         while done < len(ids):
@@ -225,7 +251,7 @@ class PartWriter:
             self._norms.add(rms[piece])
             done += count
             self._position += count
-            if done == len(ids):
+            if done == len(ids) and record is not None:
                 self._rows["samples"].append(record.tobytes())
                 self._samples += 1
             if self._position % shard_tokens == 0:
@@ -234,19 +260,18 @@ class PartWriter:
     # -- shards out ------------------------------------------------------------------------------------------------
 
     def _finish_shard(self) -> None:
-        """Hand the current shard to the writing thread and go on with the other buffer."""
-        self._wait_for_shard()
+        """Hand the current shard to a writing thread and go on with other buffers."""
+        spare = self._wait_for_shards(leave=self._shards_at_once - 1)
         rows = {name: b"".join(pieces) for name, pieces in self._rows.items()}
         noted = {"tokens": self._position, "samples": self._samples, "spools": rows, "statistics": self._norms.state()}
         self._handed_over = self._position
         shard = (self._position - 1) // self.shape.shard_tokens
-        self._written = self._writer.submit(self._write_shard, shard, self._buffers, noted)
-        self._buffers, self._spare = self._spare, self._buffers
-        if self._buffers is None and self._position < self.shape.num_tokens:
-            self._buffers = self._new_buffers()
+        before = self._written[-1][0] if self._written else None
+        self._written.append((self._writer.submit(self._write_shard, shard, self._buffers, noted, before), self._buffers))
+        self._buffers = (spare or self._new_buffers()) if self._position < self.shape.num_tokens else None
         self._rows = {name: [] for name in self._rows}
 
-    def _write_shard(self, shard: int, buffers: list[np.ndarray], noted: dict[str, Any]) -> None:
+    def _write_shard(self, shard: int, buffers: list[np.ndarray], noted: dict[str, Any], before: Future | None) -> None:
         tokens, files = noted["tokens"] - shard * self.shape.shard_tokens, {}
         for array, buffer in zip(self.bulk, buffers, strict=True):
             chunks = self.shape.clear_tail(buffer, tokens)  # rows of an earlier shard must not show behind the last token
@@ -255,6 +280,8 @@ class PartWriter:
             for folder in (path.parent, path.parent.parent, path.parent.parent.parent):
                 manifest.fsync_folder(folder)
             files[str(path.relative_to(self.partial))] = list(written)
+        if before is not None:
+            before.result()  # the journal grows in the order of the tokens
         self.journal.append(files=files, **noted)
         self._upload(files)
 
@@ -263,13 +290,16 @@ class PartWriter:
             for file in files:
                 self._uploads[file] = self._uploader.submit(self.remote.upload, self.name, self.partial, file)
 
-    def _wait_for_shard(self) -> None:
-        written, self._written = self._written, None
-        if written is not None:
+    def _wait_for_shards(self, *, leave: int) -> list[np.ndarray] | None:
+        """Until at most so many are being written; the memory of one that is done."""
+        spare = None
+        while len(self._written) > leave:
+            written, spare = self._written.popleft()
             written.result()
         for upload in list(self._uploads.values()):
             if upload.done():
                 upload.result()
+        return spare
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -291,8 +321,8 @@ class PartWriter:
         with self._explained():
             if self._position > self._handed_over:
                 self._finish_shard()
-            self._wait_for_shard()
-            self._buffers = self._spare = None
+            self._wait_for_shards(leave=0)
+            self._buffers = None
             write_small_arrays(self.partial, self.codec, self.shape, self.journal, self._compressor)
             write_part_manifest(
                 self.partial,

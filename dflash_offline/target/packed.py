@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from dflash_offline.errors import TargetError
@@ -206,7 +207,7 @@ def pack(rows: list[Any], device: torch.device) -> dict[str, Any]:
     start = 0
     for row in rows:
         stop = start + len(row)
-        ids[0, start:stop] = torch.as_tensor(row)
+        ids[0, start:stop] = torch.from_numpy(np.asarray(row).astype(np.int64))  # a copy: corpora are read-only
         torch.arange(len(row), out=positions[0, start:stop])
         start = stop
     ids, positions, bounds = (x.to(device, non_blocking=True) for x in (ids, positions, bounds))

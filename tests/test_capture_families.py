@@ -1,0 +1,72 @@
+"""Every family of target through the forwarder: rows alone and in batches of 2, 7 and 20, padded and packed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_target_families import FAMILIES, TAPS, V, load, save_model
+
+from dflash_offline.capture import Forwarder
+from dflash_offline.config.target import TargetConfig
+from dflash_offline.target import Target, facts, packing_obstacle
+
+LENGTHS = [30, 29, 21, 20, 20, 17, 13, 12, 9, 8, 8, 7, 5, 4, 3, 3, 2, 2, 2, 1]
+PACKED = {"llama", "llama-tied", "qwen2", "qwen3", "mistral-window", "gemma3-text", "qwen3-moe", "qwen3-vl", "gemma3"}
+
+
+def rows() -> list[np.ndarray]:
+    generator = np.random.default_rng(3)
+    return [generator.integers(4, V, length, dtype=np.int32) for length in LENGTHS]
+
+
+def captured(forwarder: Forwarder, size: int) -> list[list[torch.Tensor]]:
+    every, found = rows(), []
+    for start in range(0, len(every), size):
+        for positions, batch in forwarder.run(every[start : start + size], bucket=0):
+            found.extend([tap.clone() for tap in batch.row(i)] for i in range(len(positions)))
+    return found
+
+
+def plain_rows(target: Target) -> list[list[torch.Tensor]]:
+    """``hidden_states[i + 1]`` of a plain forward of each row alone."""
+    found = [target.plain_hidden_states(torch.from_numpy(row.astype(np.int64))[None]) for row in rows()]
+    return [[states[layer_id + 1][0] for layer_id in TAPS] for states in found]
+
+
+def assert_equal(found: list[list[torch.Tensor]], plain: list[list[torch.Tensor]], tolerance: float = 1e-5) -> None:
+    """Equal to so much of the row's RMS."""
+    for got, want in ((a, b) for x, y in zip(found, plain, strict=True) for a, b in zip(x, y, strict=True)):
+        assert got.shape == want.shape and (got - want).abs().max() <= tolerance * want.pow(2).mean().sqrt()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_the_same_in_every_batch(family: str, tmp_path: Path) -> None:
+    save_model(tmp_path, family)
+    target, known, said = load(tmp_path, layer_ids=TAPS), facts(tmp_path), []
+    section = TargetConfig(model="m", dtype="float32", gpus="cpu", attention=target.model.config._attn_implementation)
+    obstacle = packing_obstacle(tmp_path, section)
+    assert (obstacle is None) == (family in PACKED), obstacle
+    plain, again = plain_rows(target), None
+    tolerance = 2e-5 if known.is_hybrid else 1e-5  # a recurrence over chunks rounds more, and these random weights amplify
+    for packed in (False, True):
+        options = {"compile_layers": False, "is_hybrid": known.is_hybrid, "vocab_size": V, "say": said.append}
+        forwarder = Forwarder(target, packed=packed and obstacle is None, **options)
+        assert forwarder.packs == (packed and family in PACKED)
+        for size in (1, 2, 7, 20):
+            assert_equal(found := captured(forwarder, size), plain, tolerance)
+            again = found if size == 7 else again
+        assert_equal(captured(forwarder, 7), again, 0.0)
+        assert forwarder.padding == 0 or not forwarder.packs
+    assert not said
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3.5-text", "qwen3-next", "falcon-h1"])
+def test_what_cannot_be_packed_is_found_out_even_if_it_is_asked_for(family: str, tmp_path: Path) -> None:
+    """A state over tokens, a soft cap: what the configuration does not say, trying it out does."""
+    save_model(tmp_path, family)
+    target, said = load(tmp_path, layer_ids=TAPS), []
+    known = facts(tmp_path)
+    forwarder = Forwarder(target, packed=True, compile_layers=False, is_hybrid=known.is_hybrid, vocab_size=V, say=said.append)
+    assert not forwarder.packs and said[0].startswith("rows are padded, not packed: ")
+    assert_equal(captured(forwarder, 7), plain_rows(target), 2e-5)
