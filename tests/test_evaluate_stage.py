@@ -49,7 +49,7 @@ def run_path(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, conver
         export={"formats": ["zlab", "speculators"], "license": "mit"},
     )
     config, progress = RunConfig.load(path), Progress(None)
-    prepare_corpus(config, Namespace(key=keys.corpus_key(config)), progress)
+    prepare_corpus(config, Namespace(key=keys.corpus_key(config), strict=False), progress)
     Replica(config, capture_key=keys.capture_key(config), replica=0, replicas=1, progress=progress).run()
     train(config, Namespace(key=keys.train_key(config)), progress)
     return path
@@ -121,6 +121,35 @@ def test_evaluate_stage(run_path: Path, capfd: pytest.CaptureFixture[str]) -> No
     replayed = ReplayResult.pooled(replay(drafter, embedding, head, row.read_hidden(), row.input_ids, row.loss_mask) for row in rows)
     assert (results["tau_replay"]["tokens"], results["tau_replay"]["steps"]) == (replayed.tokens, replayed.steps)
     assert all(isinstance(row.input_ids, np.ndarray) and row.read_hidden().shape == (len(row.input_ids), 3 * 64) for row in rows)
+
+
+@pytest.mark.parametrize("last", ["export", "evaluate"])
+def test_the_card_has_the_acceptance_table_whichever_stage_ends_last(run_path: Path, tmp_path: Path, last: str) -> None:
+    """The two run side by side; here one after the other, in either order, in a copy of the run."""
+    import shutil
+
+    from dflash_offline.evaluate.stage import evaluate
+
+    shutil.copytree(run_path.parent, tmp_path / "run")
+    config = RunConfig.load(tmp_path / "run" / "run.toml")
+    layout = Layout(config.root_dir)
+    for made in (layout.export(keys.export_key(config)), layout.evaluation(keys.evaluate_key(config))):
+        shutil.rmtree(made, ignore_errors=True)
+    stages = {
+        "export": lambda: export(config, keys.export_key(config), Progress(None)),
+        "evaluate": lambda: evaluate(config, keys.evaluate_key(config), Progress(None)),
+    }
+    first = next(name for name in stages if name != last)
+    cards = [layout.export(keys.export_key(config)) / form / "README.md" for form in ("zlab", "speculators")]
+    stages[first]()
+    if first == "export":
+        assert all("Not measured" in card.read_text() for card in cards)
+    stages[last]()
+    results = json.loads((layout.evaluation(keys.evaluate_key(config)) / "results.json").read_text())
+    for card in cards:
+        text = card.read_text()
+        assert f"| a | {results['datasets']['a']['acceptance_length']:.2f} |" in text and "Not measured" not in text
+        assert "license: mit" in text and "vllm serve" in text and "corpus.jsonl" in text and "epochs" in text
 
 
 def test_an_output_that_is_not_the_targets_own_fails_the_stage(

@@ -17,7 +17,7 @@ from dflash_offline.evaluate.prompts import Prompt, dataset_name, read_prompts
 from dflash_offline.evaluate.run import Loop, Say, require_lossless, run_dataset
 from dflash_offline.evaluate.summary import number, overall, table
 from dflash_offline.export.reading import read_drafter
-from dflash_offline.export.stage import load_trained
+from dflash_offline.export.stage import load_trained, renew_cards
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import read_json, write_json, write_manifest
 from dflash_offline.progress import Progress
@@ -102,6 +102,7 @@ def evaluate(config: RunConfig, key: str, progress: Progress) -> dict[str, Any]:
         progress.say(line)
     require_lossless(datasets)
     write_manifest(folder, kind="evaluation", key=key, files=[RESULTS], overall=results["overall"], tau_replay=held_out["tau"])
+    renew_cards(config)
     return results
 
 
@@ -204,6 +205,8 @@ def evaluate_folder(
     chosen = torch.device(device)
     dtype = dtype or (torch.float32 if chosen.type == "cpu" else torch.bfloat16)
     read = read_drafter(drafter_folder, num_target_layers=facts(target_folder, trust_remote_code=trust_remote_code).num_layers)
+    for note in read.notes:
+        say(f"{drafter_folder}: {note}")
     warn_about_template(drafter_folder, chat_template_kwargs or {}, say=say)
     decoder = load_decoder(
         target_folder, read.shape, read.tensors, device=chosen, dtype=dtype, trust_remote_code=trust_remote_code, where=str(drafter_folder)

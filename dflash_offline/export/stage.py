@@ -19,7 +19,7 @@ from dflash_offline.export.reading import check_fits, read_tensors
 from dflash_offline.export.warm_start import started_from
 from dflash_offline.export.writing import write_folder
 from dflash_offline.layout import Layout
-from dflash_offline.manifest import damaged_files, digest, read_json, read_manifest, write_bytes, write_json, write_manifest
+from dflash_offline.manifest import MANIFEST, damaged_files, digest, read_json, read_manifest, write_bytes, write_json, write_manifest
 from dflash_offline.progress import Progress
 from dflash_offline.target import facts
 
@@ -58,23 +58,50 @@ def export_weights(
         ExportError: the format cannot hold this drafter, or what was written does not conform.
     """
     write_folder(folder, form=form, shape=shape, target=target, tensors=tensors)
-    told = training or {}
-    card = model_card(
-        form=form,
-        shape=shape,
-        target=target,
-        license_name=license_name,
-        data=told.get("data"),
-        settings=told.get("settings"),
-        heldout=told.get("heldout"),
-        datasets=datasets,
-    )
-    write_bytes(folder / "README.md", card.encode())
+    _write_card(folder, form, shape, target, license_name=license_name, training=training, datasets=datasets)
     if training is not None:
         write_json(folder / "training.json", training)
     checks = check_folder(folder, form=form, shape=shape, target=target, source=tensors)
     require(checks, folder)
     return checks
+
+
+def _write_card(
+    folder: Path,
+    form: Format,
+    shape: DrafterShape,
+    target: TargetInfo,
+    *,
+    license_name: str,
+    training: dict[str, Any] | None,
+    datasets: dict[str, dict[str, Any]] | None,
+) -> None:
+    told = {name: (training or {}).get(name) for name in ("data", "settings", "heldout")}
+    card = model_card(form=form, shape=shape, target=target, license_name=license_name, datasets=datasets, **told)
+    write_bytes(folder / "README.md", card.encode())
+
+
+def renew_cards(config: RunConfig) -> list[Path]:
+    """Write the acceptance table into the model cards of the run's export, where both export and evaluation are complete.
+
+    The two stages run side by side and each calls this once its own manifest is written, so whichever is later sees
+    both; what they write is the same.
+
+    Returns:
+        The cards written.
+    """
+    layout = Layout(config.root_dir)
+    folder, datasets = layout.export(keys.export_key(config)), _evaluation(config, layout)
+    if not datasets or not (folder / MANIFEST).is_file():
+        return []
+    manifest = read_manifest(folder, kind="export")
+    shape, target = DrafterShape.from_dict(manifest["shape"]), target_info(config, identity.model_folder(config))
+    written = []
+    for form in manifest["formats"]:
+        options = {"license_name": config.export.license, "training": read_json(folder / form / "training.json"), "datasets": datasets}
+        _write_card(folder / form, form, shape, target, **options)
+        written.append(folder / form / "README.md")
+    return written
 
 
 def load_trained(folder: Path) -> tuple[DrafterShape, dict[str, torch.Tensor]]:
@@ -141,7 +168,8 @@ def export(config: RunConfig, key: str, progress: Progress, *, step: int | None 
         shape = planned_shape(config, target_folder)
         tensors = load_checkpoint(trained, step, shape)
     check_fits(shape, where=str(trained), hidden_size=known.hidden_size, vocab_size=known.vocab_size, num_layers=known.num_layers)
-    target, training, datasets = target_info(config, target_folder), _training(config, manifest, step), _evaluation(config, layout)
+    target, training = target_info(config, target_folder), _training(config, manifest, step)
+    datasets = _evaluation(config, layout) if step is None else None
     report: dict[str, list[dict[str, Any]]] = {}
     written = []
     for form in config.export.formats:
@@ -153,7 +181,7 @@ def export(config: RunConfig, key: str, progress: Progress, *, step: int | None 
             target=target,
             license_name=config.export.license,
             training=training,
-            datasets=datasets if step is None else None,
+            datasets=datasets,
         )
         report[form] = [check.__dict__ for check in checks]
         written.append(out / form)
@@ -161,6 +189,7 @@ def export(config: RunConfig, key: str, progress: Progress, *, step: int | None 
     write_json(out / "conformance.json", report)
     if folder is None:
         write_manifest(out, kind="export", key=key, formats=list(config.export.formats), shape=shape.to_dict(), conformance=report)
+        renew_cards(config)
     return written
 
 
@@ -207,7 +236,7 @@ def _training(config: RunConfig, manifest: dict[str, Any], step: int | None) -> 
 
 
 def _evaluation(config: RunConfig, layout: Layout) -> dict[str, dict[str, Any]] | None:
-    """Results of the draft-and-verify loop, if it ran before the export."""
+    """Results of the draft-and-verify loop by data set, where it is complete."""
     try:
         folder = layout.evaluation(keys.evaluate_key(config))
         read_manifest(folder, kind="evaluation")
