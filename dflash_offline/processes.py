@@ -77,6 +77,7 @@ class Running:
                 start_new_session=True,
                 pass_fds=tuple(pass_fds),
             )
+        self._reader = self.log.open("rb")  # kept open: what is in it is told even if the root is deleted meanwhile
         self._rest = b""
         self._group_ended = False
 
@@ -103,9 +104,9 @@ class Running:
 
     def copy_log(self, *, final: bool = False) -> None:
         """Print what the log has grown by, whole lines only unless ``final``, at most ``MAX_LINES`` of them."""
-        with contextlib.suppress(OSError), self.log.open("rb") as log:
-            log.seek(self._copied)
-            new = log.read(1 << 20)
+        with contextlib.suppress(OSError, ValueError):
+            self._reader.seek(self._copied)
+            new = self._reader.read(1 << 20)
             self._copied += len(new)
             lines = (self._rest + new).split(b"\n")
             self._rest = b"" if final else lines.pop()
@@ -135,10 +136,15 @@ class Running:
         return f"failed with exit status {status}{last}"
 
     def _last_lines(self) -> list[str]:
-        with contextlib.suppress(OSError), self.log.open("rb") as log:
-            log.seek(max(self.start, log.seek(0, os.SEEK_END) - 16384))
-            return [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        with contextlib.suppress(OSError):
+            self._reader.seek(max(self.start, self._reader.seek(0, os.SEEK_END) - 16384))
+            return [line for line in self._reader.read().decode(errors="replace").splitlines() if line.strip()]
         return []
+
+    @property
+    def where(self) -> str:
+        """Where its log is, for messages."""
+        return f"its log is {self.log}" if self.log.exists() else f"its log is gone: {self.log.parent} was deleted while it ran"
 
     def terminate(self) -> None:
         """SIGTERM to the process, unless it has ended. Not to its group: it may need its helpers to finish a checkpoint."""
@@ -152,6 +158,7 @@ class Running:
             self.process.wait()
         self._group_ended = True
         self.copy_log(final=True)
+        self._reader.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
 
@@ -221,7 +228,7 @@ def run_jobs(
             process.copy_log(final=process.status is not None)
         if failed:
             first = min(failed, key=_blame)
-            raise ProcessError(f"{first.job.name} {first.cause()}; its log is {first.log}")
+            raise ProcessError(f"{first.job.name} {first.cause()}; {first.where}")
         if reason:
             raise ProcessError(reason)
 

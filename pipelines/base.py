@@ -8,8 +8,7 @@ a drafter's name where the run file has several, and a replica's number.
 import contextlib
 import functools
 import multiprocessing
-import sys
-import threading
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +21,9 @@ from dflash_offline.gpus import locked
 from dflash_offline.inputs import take_stdin
 from dflash_offline.layout import Layout
 from dflash_offline.processes import Job, run_jobs
+from dflash_offline.watch.hosts import Heartbeat
 from pipelines import terminal
+from pipelines.forwarding import Forwarder
 from pipelines.outcome import Outcome
 from pipelines.places import host_folder
 
@@ -157,6 +158,7 @@ class RunTask(luigi.Task):
         """
         with one_line_process_errors(self.logs), contextlib.ExitStack() as stack:
             self.logs.mkdir(parents=True, exist_ok=True)
+            check_writable(self.logs, root=self.layout.root)
             lock = locked(self.logs / f"{self.job_name()}.lock", f"another run of {self.label}", self.say)
             descriptor = stack.enter_context(lock)
             if not self.complete():
@@ -172,16 +174,17 @@ class RunTask(luigi.Task):
         Raises:
             ProcessError: as ``run``.
         """
-        run_jobs(
-            jobs,
-            log_dir=self.logs,
-            say=self.say,
-            grace_s=self.grace_s,
-            inherit=inherit,
-            leased=leased,
-            stop_requested=self.stop_requested,
-            on_progress=_Forwarder(self),
-        )
+        with Heartbeat(self.layout.root / "logs"):
+            run_jobs(
+                jobs,
+                log_dir=self.logs,
+                say=self.say,
+                grace_s=self.grace_s,
+                inherit=inherit,
+                leased=leased,
+                stop_requested=self.stop_requested,
+                on_progress=Forwarder(self),
+            )
         self.outputs_written()
         if missing := [target.path for target in luigi.task.flatten(self.output()) if not target.exists()]:
             name = jobs[0].name
@@ -210,6 +213,19 @@ def one_line_process_errors(folder: Path) -> Iterator[None]:
         raise ProcessError(f"{folder}: {error.strerror or error}; the run's root must be a folder this user can write to") from error
 
 
+def check_writable(folder: Path, *, root: Path) -> None:
+    """A stage writes into the root, whatever is there already.
+
+    Raises:
+        ProcessError: this user cannot, or the file system is mounted read-only.
+    """
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ProcessError(
+            f"{folder}: cannot be written to (not this user's, or mounted read-only); the run's root {root} must be a folder this user "
+            "can write to: mend that, or name another root in the run file"
+        )
+
+
 class StoppedError(ProcessError):
     """This task was stopped because another one failed; that one is reported."""
 
@@ -230,27 +246,3 @@ def _on_failure(task: RunTask, error: BaseException) -> None:
 def _on_process_failure(task: RunTask, text: str) -> None:
     """The task's own process died (killed from outside); called in Luigi's main process."""
     outcome().add("failed", task.label, f"its task process died ({text}; out of memory?); logs are in {task.logs}")
-
-
-class _Forwarder:
-    """Sends progress on to Luigi's scheduler from a thread of its own: a call to a dead luigid can block for a minute."""
-
-    def __init__(self, task: RunTask) -> None:
-        self._task = task
-        self._thread: threading.Thread | None = None
-
-    def __call__(self, states: dict[str, dict[str, Any]]) -> None:
-        if luigi.configuration.get_config().getboolean("core", "local_scheduler", False) or "--local-scheduler" in sys.argv:
-            return  # it lives in another process and shows nothing
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._send, args=(states,), daemon=True)
-            self._thread.start()
-
-    def _send(self, states: dict[str, dict[str, Any]]) -> None:
-        with contextlib.suppress(Exception):  # progress is advisory
-            self._task.set_status_message(
-                "\n".join(f"{name}: {state['done']}/{state['total']} {state['text']}" for name, state in states.items())
-            )
-            done = [state["done"] / state["total"] for state in states.values() if state["total"] and state["done"] is not None]
-            if done:
-                self._task.set_progress_percentage(int(100 * sum(done) / len(done)))

@@ -25,6 +25,7 @@ from typing import Any
 
 import luigi
 from luigi.configuration import LuigiConfigParser
+from luigi.worker import KeepAliveThread
 
 from dflash_offline.errors import DFlashError
 
@@ -55,6 +56,7 @@ DEFAULTS = {
 }
 # with luigid: survive its restart (60 tries, 5 s apart) instead of failing after a minute and a half
 LUIGID_DEFAULTS = {"core": {"rpc_retry_attempts": "60", "rpc_retry_wait": "5"}}
+LAST_PING_S = 1.0
 # Settings that a luigi.cfg lying about may change without its owner meaning this pipeline; what is lost when it does
 GUARDED = {
     ("worker", "force_multiprocessing"): "stages are not isolated from one another",
@@ -81,6 +83,9 @@ def apply() -> None:
     _set_defaults(config, DEFAULTS)
     if wants_luigid(config):
         _set_defaults(config, LUIGID_DEFAULTS)
+        core = luigi.interface.core
+        core.ignore_unconsumed = {*getattr(core, "ignore_unconsumed", ()), *LUIGID_DEFAULTS["core"]}  # or Luigi warns of its own settings
+        KeepAliveThread.join = _join_briefly  # type: ignore[method-assign]
     elif not config.has_option("core", "local_scheduler"):
         config.set("core", "local_scheduler", "true")
     log.addFilter(one_line_errors)
@@ -90,6 +95,11 @@ def apply() -> None:
                 signal.signal(number, _stop)
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _excepthook
+
+
+def _join_briefly(thread: KeepAliveThread, timeout: float | None = None) -> None:
+    """Luigi waits for this thread on its way out. With luigid gone it is in the middle of minutes of retries, and a daemon anyway."""
+    threading.Thread.join(thread, LAST_PING_S if timeout is None else timeout)
 
 
 def _set_defaults(config: Any, defaults: dict[str, dict[str, str]]) -> None:
