@@ -115,7 +115,7 @@ class Running:
                 left_out = len(shown) - MAX_LINES
                 shown = [*shown[: MAX_LINES // 2], f"... {left_out} lines left out; they are in {self.log}", *shown[-MAX_LINES // 2 :]]
             for text in shown:
-                print(f"{self.job.name}: {text[:MAX_LINE_CHARS]}", flush=True)
+                print(f"{self.job.name}: {text[:MAX_LINE_CHARS]}\n", end="", flush=True)  # in one write: others print too
 
     def cause(self) -> str:
         """Why it failed, in one line: the signal, its own ``error:`` line, its exception, or its last line."""

@@ -58,7 +58,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the run: ``state`` is complete, running, partial, pending, deleted (a store whose drafter is trained)
+    """One stage of the run: ``state`` is complete, running, queued (for GPUs), partial, pending, deleted (a store whose drafter is trained)
     or unknown (the run file does not say enough for its key). ``numbers``: rates of its processes together, and the time
     left. ``drafter``: its name where the run file has several."""
 
@@ -171,7 +171,8 @@ def _stage(
             detail, complete = _detail(place.stage, read_manifest(folder)), True
         except DFlashError as error:
             warnings.append(str(error))
-    state = "complete" if complete else "running" if mine else "partial" if _has_content(folder) else "pending"
+    queued = bool(mine) and all(process.text.startswith("queued") for process in mine)
+    state = "complete" if complete else "queued" if queued else "running" if mine else "partial" if _has_content(folder) else "pending"
     gone = place.stage == "capture" and not mine and train_keys and all(store_was_deleted(layout, key, trained) for trained in train_keys)
     if gone:
         state, detail = "deleted", "store deleted (the drafter is trained)"

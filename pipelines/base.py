@@ -25,7 +25,7 @@ from dflash_offline.watch.hosts import Heartbeat
 from pipelines import terminal
 from pipelines.forwarding import Forwarder
 from pipelines.outcome import Outcome
-from pipelines.places import host_folder
+from pipelines.places import came_first, host_folder
 
 RUN_FILE = "run.toml"
 STOP_GRACE_S = 3.0
@@ -132,9 +132,14 @@ class RunTask(luigi.Task):
 
     @property
     def logs(self) -> Path:
-        """Folder of logs, progress files and locks; one of its own for each host that the run file names."""
+        """Folder of logs, progress files and locks. Once the task runs: it may have to be found out which host came first."""
+        return self.logs_of_this_host if self.on_every_host else self.layout.logs(self.stage)
+
+    @property
+    def logs_of_this_host(self) -> Path:
+        """A folder that no other host writes to: each has its own, only the first one at a root needs none, unless hosts are named."""
         folder = self.layout.logs(self.stage)
-        return folder / host_folder() if self.on_every_host and self.run_config.names_hosts else folder
+        return folder / host_folder() if self.run_config.names_hosts or not came_first(folder.parent) else folder
 
     def deps(self) -> Any:
         """What it depends on. Luigi's main process asks, before it forks, of tasks that are not complete: something will run."""
@@ -199,7 +204,7 @@ class RunTask(luigi.Task):
 
     def say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal may be gone
-            print(text, flush=True)
+            print(f"{text}\n", end="", flush=True)  # in one write, also with PYTHONUNBUFFERED: other tasks print too
 
     def on_failure(self, exception: BaseException) -> Any:
         return str(exception) if isinstance(exception, DFlashError) else super().on_failure(exception)

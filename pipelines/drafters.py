@@ -71,7 +71,9 @@ class Waiting:
 
     def __init__(self, task: RunTask) -> None:
         self._name, self._say = task.job_name(), task.say
-        self._progress = Progress(task.logs / f"{self._name}.progress.json")
+        folder = task.logs_of_this_host
+        folder.mkdir(parents=True, exist_ok=True)
+        self._progress = Progress(folder / f"{self._name}.progress.json")
         self._progress.state["key"] = task.key
         self._said: set[str] = set()
 

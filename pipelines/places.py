@@ -1,6 +1,7 @@
 """Where the processes of a stage run: the GPUs of this host, and what several drafters share of them."""
 
 import contextlib
+import functools
 import os
 import re
 import socket
@@ -17,6 +18,19 @@ from dflash_offline.gpus import any_of, lock_folder, lock_name, resolve
 def host_folder() -> str:
     """This host's name, fit to be a folder's."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())
+
+
+@functools.lru_cache
+def came_first(logs: Path) -> bool:
+    """Whether this host is the first that ran anything at a root; noted in the folder of its logs."""
+    note, name = logs / "first-host", host_folder()
+    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        with note.open("x") as file:
+            file.write(name)
+    except FileExistsError:
+        pass
+    return note.read_text() == name
 
 
 def capture_gpus(config: RunConfig) -> list[str | None]:
@@ -82,7 +96,7 @@ class Share:
     def hold(self, say: Callable[[str], None], *, tick: Callable[[], None]) -> Iterator[Held]:
         """Wait until enough of the devices are free, and hold them."""
         paths = {
-            name: self.locks / f"{name.replace(' ', '-')}.lock" if gpu is None else lock_folder() / f"{lock_name(gpu)}.lock"
+            name: self.locks / f"{host_folder()}-{name.replace(' ', '-')}.lock" if gpu is None else lock_folder() / f"{lock_name(gpu)}.lock"
             for name, gpu in self.gpus.items()
         }
         with any_of(paths, self.count, say, tick=tick) as held:

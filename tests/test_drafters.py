@@ -9,6 +9,8 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import training_runs as runs
 from click.testing import CliRunner
 from conftest import write_run_file
 
-from dflash_offline import keys
+from dflash_offline import gpus, keys
 from dflash_offline.cli import main
 from dflash_offline.config import RunConfig
 from dflash_offline.layout import Layout
@@ -46,9 +48,11 @@ def started(output: str) -> list[str]:
     return sorted(re.findall(r"([\w.-]+): started on the CPU", output))
 
 
-def command(folder: Path, *arguments: str, config: Path | None = None, host: str | None = None) -> "subprocess.Popen[str]":
+def command(
+    folder: Path, *arguments: str, config: Path | None = None, host: str | None = None, **environment: str
+) -> "subprocess.Popen[str]":
     """``luigi --module pipelines ...`` in a folder, on two cores, under another host name if one is given."""
-    environment = dict(os.environ)
+    environment = os.environ | environment
     if host is not None:
         told = folder / f"told-{host}"
         told.mkdir()
@@ -188,6 +192,32 @@ def test_commands_take_the_drafters_name(three: tuple[Path, str, str]) -> None:
     assert json.loads(cli("plan", "--json", *option))["tokens_to_capture"] == 0
 
 
+def test_a_drafter_without_a_free_gpu_is_queued_and_says_so(
+    three: tuple[Path, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU is there in name only: its lock is what counts until the drafter starts."""
+    folder = three[0]
+    text = (folder / "run.toml").read_text(encoding="utf-8")
+    path = folder / "queued.toml"
+    path.write_text(text.replace('gpus = "cpu"\nranks', "gpus = [0]\nranks").replace("seed = 4", "seed = 5"), encoding="utf-8")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with gpus.lease(["0"], print):
+        process = command(folder, "TrainDrafter", "--drafter", "small.blocks", config=path)
+        end = time.monotonic() + 60
+        states: dict[tuple[str, str], dict[str, Any]] = {}
+        while not any(stage["state"] == "queued" for stage in states.values()):
+            assert process.poll() is None and time.monotonic() < end, states
+            status = json.loads(cli("status", "--json", "--config", str(path)))
+            states = {(stage["name"], stage["drafter"]): stage for stage in status["stages"]}
+        assert states["train", "small.blocks"]["state"] == "queued" and states["train", "shallow"]["state"] == "complete"
+        assert [found["text"] for found in status["processes"] if found["name"] == "train-small.blocks"] == ["queued: waits for 1 of GPU 0"]
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 30 and "train-small.blocks: queued: waits for 1 of GPU 0" in output
+    assert "train-small.blocks-0: started on GPU 0" in output and "luigi: error: TrainDrafter small.blocks: " in output.splitlines()[-1]
+
+
 def test_a_name_is_asked_of_luigi_too(three: tuple[Path, str, str]) -> None:
     folder = three[0]
     assert "name one of shallow, small.blocks with --drafter" in run(folder, "TrainDrafter", status=1).splitlines()[-1]
@@ -251,3 +281,29 @@ def test_two_hosts_capture_and_train_one_drafter_together(tmp_path: Path, tiny_t
     assert len(runs.losses(alone)) > 3
     for (step, loss, norm), (other_step, other_loss, other_norm) in zip(runs.losses(path), runs.losses(alone), strict=True):
         assert step == other_step and loss == pytest.approx(other_loss, rel=2e-5) and norm == pytest.approx(other_norm, rel=2e-4)
+
+
+@pytest.mark.long
+def test_hosts_share_out_independent_drafters(tmp_path: Path, tiny_target: Path, conversations: list[dict[str, Any]]) -> None:
+    both = tmp_path / "both"
+    both.mkdir()
+    (both / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in conversations[:16]), encoding="utf-8")
+    path = write_run_file(both, model=tiny_target, files=[both / "corpus.jsonl"], train=TRAIN | {"epochs": 30, "ranks": 2})
+    names = ["a", "b", "c", "d"]
+    entries = "".join(f'\n[[drafters]]\nname = "{name}"\nseed = {seed}\n' for seed, name in enumerate(names))
+    path.write_text(path.read_text(encoding="utf-8") + entries, encoding="utf-8")
+    hosts = []
+    for host in ("one", "two"):
+        (tmp_path / host).mkdir()
+        hosts.append(command(tmp_path / host, "DFlashAll", config=path, host=host))
+    outputs = [process.communicate(timeout=600)[0] for process in hosts]
+    assert [process.returncode for process in hosts] == [0, 0], "\n".join(outputs)
+    for stage in ("train", "evaluate", "export"):
+        for name in names:
+            process = f"train-{name}-1" if stage == "train" else f"{stage}-{name}"
+            assert started("".join(outputs)).count(process) == 1, process
+    assert all(any(f"train-{name}-0: started" in output for name in names) for output in outputs), "each host took some"
+    first = (both / "out" / "logs" / "first-host").read_text()
+    other = "two" if first == "one" else "one"
+    assert (both / "out" / "logs" / "capture" / other / "capture-0.log").is_file()
+    assert (both / "out" / "logs" / "capture" / "capture-0.log").is_file()

@@ -150,3 +150,29 @@ def test_a_lock_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
         gpus.locked(tmp_path / "x.lock", "x", print),
     ):
         pass
+
+
+def test_any_free_lock_is_taken_and_nothing_is_held_while_waiting(tmp_path: Path) -> None:
+    paths = {f"GPU {i}": tmp_path / f"{i}.lock" for i in range(3)}
+    said: list[str] = []
+    with gpus.any_of(paths, 2, said.append) as first:
+        assert set(first) == {"GPU 0", "GPU 1"} and not said
+        with gpus.any_of(paths, 1, said.append) as second:
+            assert set(second) == {"GPU 2"} and not said
+        seen_free: list[bool] = []
+
+        def look() -> None:
+            with gpus.try_locked(paths["GPU 2"]) as lock:
+                seen_free.append(lock is not None)
+            if len(seen_free) == 3:
+                raise TimeoutError
+
+        with pytest.raises(TimeoutError), gpus.any_of(paths, 2, said.append, tick=look):
+            pytest.fail("two of three were held")
+        assert said == ["queued: waits for 2 of GPU 0, GPU 1, GPU 2"] and seen_free == [True, True, True]
+    with gpus.any_of(paths, 3, said.append) as third:
+        assert set(third) == set(paths)
+        with gpus.try_locked(paths["GPU 1"]) as lock:
+            assert lock is None
+    with gpus.try_locked(paths["GPU 1"]) as lock:
+        assert lock is not None
