@@ -61,6 +61,8 @@ NOT_IN_TRAIN_KEY = {
     "log_every",
     "min_tokens_per_s",
     "fsdp",
+    "trackers",
+    "tracker_project",
 }
 
 

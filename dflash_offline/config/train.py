@@ -69,6 +69,10 @@ class TrainConfig(Section):
     evaluate_every: PositiveInt = Field(500, description="Steps between evaluations on the held-out conversations.")
     heldout_rows: PositiveInt = Field(64, description="Most held-out conversations used in one of those evaluations.")
     log_every: PositiveInt = Field(10, description="Steps between status lines.")
+    trackers: list[Literal["wandb", "trackio"]] = Field(
+        [], description="Trackers that get the scalars as well, if they are installed; TensorBoard always does."
+    )
+    tracker_project: str = Field("dflash-offline", description="What these call the project.")
     fsdp: bool = Field(
         False, description="Divide master weights and optimiser state among the ranks: for drafters too large for one GPU to hold them all."
     )

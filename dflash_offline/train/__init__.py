@@ -12,6 +12,7 @@
 ``state.py``         saving and resuming
 ``reporter.py``      numbers of steps -> rows, lines, warnings
 ``records.py``       status line, ``metrics.jsonl``, TensorBoard
+``trackers.py``      the same numbers for wandb and trackio
 ``kernels.py``       compiled kernels, made before the ranks meet
 ``proof.py``         that the compiled block-sparse attention is what runs
 ``diagnosis.py``     what to say when a step diverged
@@ -50,7 +51,9 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
     from dflash_offline.train.proof import prove
     from dflash_offline.train.ranks import Ranks
     from dflash_offline.train.setup import choose_device, prepare
+    from dflash_offline.train.trackers import check_installed
 
+    check_installed(config.train.trackers)
     ranks = Ranks.from_environment()
     device = choose_device(config, ranks)
     folder = None

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_offline.manifest import write_bytes
+from dflash_offline.train.trackers import Trackers
 
 METRICS = "metrics.jsonl"
 
@@ -65,9 +66,10 @@ class Records:
         folder: the run's folder under ``drafters/``.
         after: the step that training resumes from. Rows beyond it, left by a run that got further before it was
             killed, are dropped, and so is a torn last line: steps are in the file once, rising.
+        trackers: get the same numbers as TensorBoard; closed with this.
     """
 
-    def __init__(self, folder: Path, *, after: int) -> None:
+    def __init__(self, folder: Path, *, after: int, trackers: Trackers | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = folder / METRICS
@@ -75,17 +77,21 @@ class Records:
         kept = [json.dumps(row) + "\n" for row in read_metrics(self.path) if row["step"] <= after]
         write_bytes(self.path, "".join(kept).encode(), durable=False)
         self._file = self.path.open("a", encoding="utf-8")  # noqa: SIM115
+        self._trackers = trackers
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row to ``metrics.jsonl`` and its numbers to TensorBoard.
+        """Append one row to ``metrics.jsonl`` and its numbers to TensorBoard and the trackers.
 
         Unlike the progress file this is a result: a full disk stops the run here (``OSError``).
         """
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
-        for name, value in _scalars(row):
+        scalars = _scalars(row)
+        for name, value in scalars:
             self._board.add_scalar(name, value, row["step"])
+        if self._trackers is not None:
+            self._trackers.log(scalars, step=row["step"])
 
     def close(self) -> None:
         """Flush and make durable."""
@@ -93,6 +99,8 @@ class Records:
         os.fsync(self._file.fileno())
         self._file.close()
         self._board.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 def _scalars(row: Mapping[str, Any], prefix: str = "train") -> list[tuple[str, float]]:

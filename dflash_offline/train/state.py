@@ -9,6 +9,7 @@ from dflash_offline.checkpoint import Checkpoint
 from dflash_offline.errors import CheckpointError
 from dflash_offline.optimizer import state_tensors
 from dflash_offline.train.records import Records
+from dflash_offline.train.trackers import Trackers
 
 if TYPE_CHECKING:
     from dflash_offline.train.loop import Trainer
@@ -84,13 +85,22 @@ def resume(trainer: "Trainer") -> None:
         reporter.earlier_s, reporter.total_tokens = found.state["elapsed_s"], found.state["tokens"]
     if trainer.ranks.first:
         checkpoint.discard_after(checkpoints, trainer.next_step)
-        reporter.records = Records(setup.folder, after=trainer.next_step)
+        reporter.records = Records(setup.folder, after=trainer.next_step, trackers=_trackers(trainer))
     for problem in passed_over:
         reporter.say(f"warning: passed over a damaged checkpoint: {problem}")
     if found is not None:
         for line in _changes(found.state, setup.machine):
             reporter.say(line)
         reporter.say(f"resuming at step {found.step} of {trainer.order.total_steps}{_ranks(found.state['ranks'], trainer.ranks.size)}")
+
+
+def _trackers(trainer: "Trainer") -> Trackers | None:
+    setup, section = trainer.setup, trainer.train
+    if not section.trackers:
+        return None
+    settings = {name: getattr(setup.config, name).model_dump(mode="json") for name in ("drafter", "train")}
+    project, say = section.tracker_project, trainer.progress.say
+    return Trackers(section.trackers, project=project, run=setup.key, folder=setup.folder, settings=settings, say=say)
 
 
 def _check(found: Checkpoint, facts: dict[str, Any]) -> None:
