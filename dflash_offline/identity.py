@@ -20,6 +20,7 @@ import xxhash
 from dflash_offline import demo
 from dflash_offline.config import DEMO_MODEL, RunConfig
 from dflash_offline.errors import ConfigError, CorpusError, DFlashError, TargetError
+from dflash_offline.gguf import find_gguf, gguf_config
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import checksum, digest, read_json, write_json
 
@@ -101,10 +102,12 @@ def model_folder(config: RunConfig) -> Path:
 
 
 def target_config(config: RunConfig) -> dict[str, Any]:
-    """``config.json`` of the target; of a multimodal wrapper the whole of it (see ``text_config``)."""
+    """``config.json`` of the target, of a multimodal wrapper the whole of it (see ``text_config``); a GGUF file's header instead."""
     if config.target.model == DEMO_MODEL:
         return demo.model_config()
     path = target_folder(config) / "config.json"
+    if (gguf := find_gguf(path.parent)) is not None:
+        return gguf_config(gguf)
     if not path.is_file():
         raise TargetError(f"{path.parent}: no config.json, so this is no transformers model folder")
     found = read_json(path)
@@ -237,6 +240,8 @@ def tokenizer_identity(config: RunConfig) -> dict[str, Any]:
         folder = target_folder(config)
         named = sorted(path.relative_to(folder).as_posix() for path in folder.glob("additional_chat_templates/*.jinja"))
         tokenizer = {name: checksum(folder / name) for name in (*_TOKENIZER_FILES, *named) if (folder / name).is_file()}
+        if not tokenizer and (gguf := find_gguf(folder)) is not None:  # it holds a tokenizer of its own
+            tokenizer = {gguf.name: [gguf.stat().st_size, sampled_digest(gguf)]}
         if not tokenizer:
             raise TargetError(f"{folder}: no tokenizer files ({', '.join(_TOKENIZER_FILES[:2])}, ...)")
     template = None

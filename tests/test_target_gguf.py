@@ -1,15 +1,22 @@
 """A folder that holds one GGUF file: the same hidden states and head as the model it was written from."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from conftest import write_run_file
+from test_capture import Run
 
+from dflash_offline import identity
 from dflash_offline.errors import TargetError
+from dflash_offline.store import HiddenStateStore
 from dflash_offline.target import facts, load_embedding_and_head, load_ending, load_target
 
 gguf = pytest.importorskip("gguf", reason="the extra 'demo' is not installed")
-pytest.importorskip("accelerate", reason="the extra 'demo' is not installed")
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -57,13 +64,18 @@ def write_gguf(path: Path, model: torch.nn.Module) -> None:
     writer.close()
 
 
-@pytest.fixture
-def model() -> torch.nn.Module:
+def make_model(**changes: Any) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=128, initializer_range=0.3, **sizes)).eval()
+    sizes |= {"vocab_size": 64, "max_position_embeddings": 128} | changes
+    return LlamaForCausalLM(LlamaConfig(initializer_range=0.3, **sizes)).eval()
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return make_model()
 
 
 def test_gguf_target_equals_its_origin(tmp_path: Path, model: torch.nn.Module) -> None:
@@ -85,6 +97,26 @@ def test_gguf_target_equals_its_origin(tmp_path: Path, model: torch.nn.Module) -
     ending = load_ending(tmp_path, dtype=torch.float32, device="cpu")
     last = load_target(tmp_path, dtype=torch.float32, device="cpu", attention="sdpa", layer_ids=[2]).capture(ids)[0, :, 0]
     torch.testing.assert_close(ending.rows(last), want[-1][0], rtol=1e-4, atol=1e-4)
+
+
+def test_folder_with_a_gguf_file_and_a_tokenizer_is_captured(tmp_path: Path, tiny_tokenizer_dir: Path, conversations: list[dict]) -> None:
+    """No config.json: keys, plan and layers follow from the file's header."""
+    folder, corpus = tmp_path / "target", tmp_path / "corpus.jsonl"
+    shutil.copytree(tiny_tokenizer_dir, folder)
+    model = make_model(vocab_size=512, num_hidden_layers=4, max_position_embeddings=2048)
+    write_gguf(folder / "model.gguf", model)
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in conversations[:6]), encoding="utf-8")
+    made = Run(write_run_file(tmp_path / "run", model=folder, files=[corpus], target={"capture_layer_ids": [0, 1]}))
+    sizes = identity.target_config(made.config)
+    assert (sizes["num_hidden_layers"], sizes["hidden_size"], sizes["vocab_size"], sizes["head_dim"]) == (4, 32, 512, 8)
+    assert sizes["tie_word_embeddings"] is False and made.plan.packed
+    assert any("self-check passed" in line for line in made.capture())
+    store = HiddenStateStore(made.store_path)
+    assert len(store) == len(made.corpus) == 6
+    ids = torch.from_numpy(np.asarray(store[0].input_ids, np.int64))[None]
+    with torch.inference_mode():
+        want = model(ids, output_hidden_states=True).hidden_states[2][0]
+    assert (store[0].hidden_states()[:, 1].float() - want).norm() < 0.01 * want.norm()
 
 
 def test_two_gguf_files_are_refused(tmp_path: Path) -> None:

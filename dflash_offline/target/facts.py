@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_offline.errors import TargetError
-from dflash_offline.target.weights import find_embedding, gguf_file, is_tied, stored_tensors
+from dflash_offline.gguf import find_gguf
+from dflash_offline.target.weights import find_embedding, is_tied, stored_tensors
 
 # What the drafter, a plain decoder, does not implement (its rotation covers the whole head)
 _ROPE_DROPPED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "mrope_layout", "type")
@@ -52,7 +53,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     folder = Path(folder)
-    gguf = gguf_file(folder)
+    gguf = find_gguf(folder)
     if gguf is None and not (folder / "config.json").is_file():
         raise TargetError(f"{folder}: no config.json, so this is no transformers model folder")
     extra = {"gguf_file": gguf.name} if gguf else {}
@@ -153,7 +154,7 @@ def facts(folder: Path, trust_remote_code: bool = False) -> TargetFacts:
     hidden = int(_number(text, ("hidden_size", "n_embd", "d_model"), folder=folder))
     heads = int(_number(text, ("num_attention_heads", "n_head"), folder=folder))
     rows = int(_number(text, ("vocab_size",), folder=folder))
-    gguf = gguf_file(folder)
+    gguf = find_gguf(folder)
     if gguf is None:
         shape = stored_tensors(folder)[find_embedding(folder)].shape
         if len(shape) != 2 or shape[1] != hidden:

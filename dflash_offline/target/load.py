@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from dflash_offline.errors import TargetError
+from dflash_offline.gguf import find_gguf
 from dflash_offline.target.facts import load_config, text_part
 from dflash_offline.target.taps import Target
-from dflash_offline.target.weights import find_embedding, find_head, gguf_file
+from dflash_offline.target.weights import find_embedding, find_head
 
 _LAYER_LISTS = ("layers", "h", "blocks", "decoder_layers")
 _FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "embedding_norm")
@@ -59,7 +60,7 @@ def load_target(
     if attention == "flash_attention_2" and not _has_flash_attention():
         raise TargetError('[target] attention = "flash_attention_2" needs the package flash-attn, which is not installed; use "sdpa"')
 
-    gguf = gguf_file(folder)
+    gguf = find_gguf(folder)
     cls, own_config = _class_and_config(folder, config, text, keep_head=keep_head, trust_remote_code=trust_remote_code)
     if attention == "sdpa" and not getattr(cls, "_supports_sdpa", True):
         raise TargetError(f'{folder}: {cls.__name__} has no sdpa attention in transformers; set [target] attention = "eager"')

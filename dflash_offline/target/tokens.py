@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_offline.errors import TargetError
+from dflash_offline.gguf import find_gguf
 from dflash_offline.target.facts import TargetFacts, facts
-from dflash_offline.target.weights import gguf_file
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ def load_tokenizer(folder: Path, chat_template_path: Path | None = None) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(folder)
-    gguf = gguf_file(folder)
+    gguf = None if (folder / "tokenizer.json").is_file() else find_gguf(folder)  # a tokenizer beside it is the original
     extra = {"gguf_file": gguf.name} if gguf else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **extra)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dflash_offline.errors import TargetError
+from dflash_offline.gguf import find_gguf
 
 # Ends of names, best first. What contains one of _NOT_THE_DECODER belongs to another tower or a built-in drafter.
 _EMBEDDING_ENDS = (
@@ -40,17 +41,6 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-
-
-def gguf_file(folder: Path) -> Path | None:
-    """The folder's only GGUF file, where it holds no safetensors and no config.json of its own."""
-    folder = Path(folder)
-    if any(folder.glob("*.safetensors")) or (folder / "config.json").is_file():
-        return None
-    found = sorted(folder.glob("*.gguf"))
-    if len(found) > 1:
-        raise TargetError(f"{folder}: holds {len(found)} GGUF files ({found[0].name}, {found[1].name}, ...); keep one of them there")
-    return found[0] if found else None
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -168,7 +158,7 @@ def read_named(folder: Path, name: str, *, dtype: torch.dtype, device: torch.dev
     Raises:
         TargetError: it is missing or quantised.
     """
-    if (path := gguf_file(folder)) is not None:
+    if (path := find_gguf(folder)) is not None:
         return _gguf_tensors(path, (name,), dtype=dtype, device=device)[name]
     tensors = stored_tensors(folder)
     if name not in tensors:
@@ -186,7 +176,7 @@ def load_embedding_and_head(folder: Path, *, dtype: torch.dtype, device: torch.d
         TargetError: one of them is missing or quantised, or a separate head has another shape. Never random weights.
     """
     folder, device = Path(folder), torch.device(device)
-    if (path := gguf_file(folder)) is not None:
+    if (path := find_gguf(folder)) is not None:
         return _from_gguf(path, dtype=dtype, device=device)
     tensors = stored_tensors(folder)
     embedding_name = find_embedding(folder)
