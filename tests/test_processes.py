@@ -36,6 +36,11 @@ if mode == "ok":
 elif mode == "error":
     print("error: no such thing", file=sys.stderr)
     raise SystemExit(1)
+elif mode == "deleted":  # somebody removes the root meanwhile
+    import shutil
+    shutil.rmtree(os.path.dirname(os.environ["DFLASH_PROGRESS"]))
+    print("error: no such file", file=sys.stderr)
+    raise SystemExit(1)
 elif mode == "crash":
     raise RuntimeError("CUDA out of memory")
 elif mode == "quit":
@@ -181,6 +186,37 @@ def test_failure_names_cause_and_log(waiter: Callable[..., Job], tmp_path: Path,
     with pytest.raises(ProcessError) as caught:
         run_jobs([waiter(mode)], log_dir=tmp_path, say=lambda text: None)
     assert str(caught.value) == f"{cause}; its log is {tmp_path / 'a.log'}"
+
+
+def test_a_failure_after_the_root_was_deleted_is_still_told(
+    waiter: Callable[..., Job], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ProcessError) as caught:
+        run_jobs([waiter("deleted")], log_dir=tmp_path / "logs", say=lambda text: None)
+    assert str(caught.value) == f"a failed: no such file; its log is gone: {tmp_path / 'logs'} was deleted while it ran"
+    assert "a: error: no such file" in capfd.readouterr().out
+
+
+def test_a_root_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    """Whether as another user's folder or as a read-only file system: the lock file is not what has to be mended."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    tmp_path.chmod(0o755)
+    code = f"""
+import os, pathlib
+from pipelines.base import check_writable
+from dflash_offline.errors import ProcessError
+if os.geteuid() == 0:
+    os.setuid(65534)
+else:
+    os.chmod({str(folder)!r}, 0o555)
+try:
+    check_writable(pathlib.Path({str(folder)!r}), root=pathlib.Path({str(tmp_path)!r}))
+except ProcessError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.stdout.startswith(f"{folder}: cannot be written to") and f"root {tmp_path} must be a folder" in found.stdout, found.stderr
 
 
 def test_an_old_error_in_the_log_is_not_taken_for_this_runs(waiter: Callable[..., Job], tmp_path: Path) -> None:

@@ -45,15 +45,20 @@ def plan(
 ) -> None:
     """Samples, tokens, parts, bytes by codec, time, GPU memory and free disk, before any GPU second.
 
-    Exit status 1 when the store cannot fit on the disk.
+    Exit status 1 when the store cannot fit on the disk, or no conversation can be used.
     """
-    from dflash_offline.errors import StoreFullError
+    from dflash_offline.errors import CorpusError, StoreFullError
     from dflash_offline.estimate import estimate
     from dflash_offline.inputs import take_stdin
 
     run = load_run(config)
     take_stdin(run, lambda text: click.echo(text, err=True))
     found = estimate(run, sample=sample, capture_tokens_per_s=capture_tokens_per_s, train_tokens_per_s=train_tokens_per_s)
+    if not found.rows:
+        raise CorpusError(
+            f"{run.source.name}: no conversation can be trained on among the {found.rows_read:,} rows read; "
+            "`luigi --module pipelines PrepareCorpus` counts the reasons and names the first row of each"
+        )
     if as_json:
         echo_json(found.to_dict())
     else:
