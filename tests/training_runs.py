@@ -101,13 +101,17 @@ def losses(run_file: Path) -> list[tuple[int, float, float]]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in metrics(run_file) if "loss" in row]
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class RankProcesses:
     """Ranks as real processes, one for each run file (usually the same), stopped at the end of the block."""
 
     def __init__(self, *run_files: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         self.run_file = run_files[0]
         self.processes = []
         for rank, run_file in enumerate(run_files):
