@@ -1,6 +1,7 @@
 """The run file: what is accepted, what is refused and in which words, and how its paths are resolved."""
 
 import pwd
+import socket
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from dflash_offline import fields
-from dflash_offline.config import EMBEDDED, RunConfig, TrainConfig
+from dflash_offline.config import EMBEDDED, DrafterConfig, RunConfig, TrainConfig
+from dflash_offline.config.drafters import OF_THE_WHOLE_RUN, known_settings
 from dflash_offline.errors import ConfigError
 
 MINIMAL = {"target": {"model": "target"}, "corpus": {"files": ["corpus.jsonl"]}}
@@ -126,6 +128,90 @@ def test_a_refused_setting_names_file_section_key_and_what_is_allowed(tmp_path: 
 def test_drafter_cannot_read_what_is_not_captured(tmp_path: Path) -> None:
     text = with_setting("target", "capture_layer_ids = [1, 2]") + "\n[drafter]\ntarget_layer_ids = [2, 3]"
     assert "[drafter] target_layer_ids names [3], which [target] capture_layer_ids = [1, 2] does not capture" in refusal(tmp_path, text)
+
+
+INDEPENDENT = '[train]\nmode = "independent"\n'
+
+
+def with_drafters(*entries: str, train: str = INDEPENDENT, target: str = "capture_layer_ids = [0, 1, 2]") -> str:
+    """A minimal run file with entries in [[drafters]]."""
+    return with_setting("target", target) + f"\n{train}" + "".join(f"\n[[drafters]]\n{entry}\n" for entry in entries)
+
+
+def test_drafters_are_the_sections_with_what_their_entries_change(tmp_path: Path) -> None:
+    text = with_drafters(
+        'name = "a"', 'name = "b"\nlayers = 2\nlr = 1e-3\nbetas = [0.9, 0.99]\ngpus = [0, 1]', train=INDEPENDENT + "seed = 3"
+    )
+    config = load(tmp_path, text)
+    a, b = config.each_drafter()
+    assert (a.name, a.drafter, a.train, a.drafters) == ("a", config.drafter, config.train, [])
+    assert (b.name, b.drafter.layers, b.drafter.block_size, b.train.lr, b.train.betas) == ("b", 2, 16, 1e-3, (0.9, 0.99))
+    assert (b.train.seed, b.train.gpus, a.train.gpus) == (3, [0, 1], [5, 6, 7])
+    assert config.for_drafter("b") == b and b.source == config.source
+    with pytest.raises(ConfigError, match=r"run\.toml: no drafter is called 'c'; there are a, b"):
+        config.for_drafter("c")
+    with pytest.raises(ConfigError, match=r"no drafter is called 'a'; the run file has no \[\[drafters\]\]"):
+        load(tmp_path, with_setting("target", "")).for_drafter("a")
+
+
+def test_a_setting_of_the_sections_that_no_drafter_has_is_no_fault(tmp_path: Path) -> None:
+    """[drafter] block_size alone would not fit [train] slots_per_batch; every drafter has a smaller one."""
+    train = INDEPENDENT + "slots_per_batch = 8"
+    assert load(tmp_path, with_drafters('name = "a"\nblock_size = 8', train=train)).for_drafter("a").drafter.block_size == 8
+    assert "[[drafters]] b: [train] slots_per_batch = 8 is below" in refusal(tmp_path, with_drafters('name = "b"', train=train))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (with_drafters('name = "a"', train=""), '[[drafters]] are given; set [train] mode = "independent"'),
+        (with_drafters(), 'mode = "independent" trains the drafters of [[drafters]], and there are none'),
+        (with_drafters("layers = 2"), "[[drafters]]: entry 1 has no name"),
+        (with_drafters('name = "a/b"'), "[[drafters]]: name = 'a/b': must be letters, digits"),
+        (with_drafters('name = "a"', 'name = "A"'), "[[drafters]]: two entries are called 'A'"),
+        (with_drafters('name = "a"\nlayrs = 2'), "[[drafters]] a: unknown key 'layrs'; did you mean 'layers'?"),
+        (with_drafters('name = "a"\ncodec = "int8"'), "[[drafters]] a: unknown key 'codec'; "),
+        (with_drafters('name = "a"\nlr = -1'), "[[drafters]] a: lr = -1: must be a number above 0"),
+        (with_drafters('name = "a"\nhead_dim = 3'), "[[drafters]] a: head_dim = 3 is odd"),
+        (with_drafters('name = "a"\nnodes = ["x"]'), "[[drafters]] a: nodes is for the whole run; write it into [train]"),
+        (with_drafters('name = "a"\ntarget_layer_ids = [1, 3]'), "[[drafters]] a: [drafter] target_layer_ids names [3], which [target] "),
+        (with_drafters('name = "a"\ngpus = [1, 2]', 'name = "b"\ngpus = [2]'), "[[drafters]]: GPU 2 is named by a and by b; "),
+        (with_drafters('name = "a"\ngpus = "all"', 'name = "b"'), '[[drafters]] a: gpus = "all" would take those of the others'),
+        (with_drafters('name = "a"\ngpus = [5, 6, 7]', 'name = "b"'), "[train] gpus = [5, 6, 7] is named by an entry, so b has none"),
+        (with_drafters('name = "a"', train=INDEPENDENT + 'nodes = ["x"]'), '[train] nodes is for mode = "ddp"'),
+        (with_setting("drafters", 'name = "a"'), "drafters = {'name': 'a'}: must be a list of tables"),
+    ],
+)
+def test_a_refused_drafter_is_named(tmp_path: Path, text: str, expected: str) -> None:
+    message = refusal(tmp_path, text)
+    assert expected in message and message.count("run.toml: ") == 1
+
+
+def test_no_setting_is_in_both_sections_that_an_entry_overrides() -> None:
+    assert not set(DrafterConfig.model_fields) & set(TrainConfig.model_fields)
+    assert "name" not in known_settings() and set(TrainConfig.model_fields) >= OF_THE_WHOLE_RUN
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[hosts]\nnode = 3", "node = 3: must be a section [hosts.node]"),
+        ("[hosts.node]\ntrain_gpu = [0]", "[hosts.node]: unknown key 'train_gpu'; did you mean 'train_gpus'?"),
+        ('[hosts.node]\ntrain_gpus = "x"', '[hosts.node]: train_gpus = \'x\': must be a list of whole numbers, "all" or "cpu"'),
+        ("[hosts.node]\ntrain_gpus = [0, 0]", "[hosts.node]: gpus = [0, 0]: every GPU once, counted from 0"),
+        ('[train]\nnodes = ["a", "A"]', "[train] nodes = ['a', 'A']: every host once"),
+        ('[train]\nnodes = ["a"]\ngpus = "all"', "does not say how many ranks a has; list its GPUs as train_gpus in [hosts.a]"),
+        ('[train]\nnodes = ["a", "b"]\n[hosts.a]\ntrain_gpus = "cpu"', "some train on GPUs and some on the CPU"),
+    ],
+)
+def test_a_refused_host_is_named(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in refusal(tmp_path, with_setting("target", "") + f"\n{text}")
+
+
+def test_ranks_of_nodes_are_counted_on_each(tmp_path: Path) -> None:
+    text = '\n[train]\nnodes = ["{here}", "b", "c.example.org"]\n[hosts."{here}"]\ntrain_gpus = [0]\n[hosts.c]\ntrain_gpus = [0, 1]\n'
+    config = load(tmp_path, with_setting("target", "") + text.format(here=socket.gethostname()))
+    assert config.train.gpus == [0] and config.ranks_of_nodes() == [1, 3, 2]
 
 
 def test_missing_parts_are_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from dflash_offline import keys
 from dflash_offline.config import DrafterConfig, RunConfig, TrainConfig
+from dflash_offline.errors import ConfigError
 
 STAGES: dict[str, Callable[[RunConfig], str]] = {
     "corpus": keys.corpus_key,
@@ -145,6 +146,40 @@ def test_every_training_setting_is_in_the_key_unless_the_table_says_not(run: Run
             pytest.fail(f"[train] {name}: give this test another value for it")
         assert changed(before, run.keys(train={name: value})) == TRAIN_ON, name
     assert set(DrafterConfig.model_fields) >= {"layers", "block_size"}
+
+
+def test_a_drafter_among_several_has_the_keys_it_has_alone(run: Run) -> None:
+    """Names, and what is trained beside it, are in no key but the report's."""
+    plain = run.keys(drafter={"layers": 3}, train={"lr": 1e-3})
+    run.keys(train={"lr": 1e-3})
+    path = run.folder / "run.toml"
+    text = path.read_text().replace("[train]\n", '[train]\nmode = "independent"\n')
+
+    def several(entries: str) -> RunConfig:
+        path.write_text(text + entries)
+        return RunConfig.load(path)
+
+    first = '[[drafters]]\nname = "a"\nlayers = 3\n'
+    config = several(first + '[[drafters]]\nname = "b"\nlayers = 3\nseed = 1\ngpus = [1]\n')
+    a, b = config.each_drafter()
+    for name, key_of in STAGES.items():
+        if name != "report":
+            assert key_of(a) == plain[name], name
+            assert (key_of(b) == plain[name]) == (name in ("corpus", "capture"))
+    assert keys.report_key(config) != keys.report_key(several(first))
+    with pytest.raises(ConfigError, match=r"run\.toml: it has several drafters; name one of a, b with --drafter"):
+        keys.train_key(config)
+    with pytest.raises(ConfigError, match=r"run\.toml: \[\[drafters\]\] a and b are the same drafter; remove one of them"):
+        keys.report_key(several(first + '[[drafters]]\nname = "b"\nlayers = 3\ngpus = [1]\nlog_every = 3\n'))
+    with pytest.raises(
+        ConfigError, match=r"run\.toml: \[\[drafters\]\] a: target_layer_ids names \[2\]; captured are \[1, 6, 11, 16, 21\]"
+    ):
+        keys.report_key(several('[[drafters]]\nname = "a"\ntarget_layer_ids = [2]\n'))
+
+
+def test_hosts_and_nodes_are_in_no_key(run: Run) -> None:
+    before = run.keys()
+    assert run.keys(**{"hosts.node-1": {"target_gpus": [0], "train_gpus": [1]}}, train={"nodes": ["node-1"], "master_port": 5}) == before
 
 
 def test_comments_order_and_spaces_change_nothing(run: Run) -> None:
