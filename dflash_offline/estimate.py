@@ -86,6 +86,8 @@ def estimate(
     left_tokens, left_rows = found.tokens - found.captured_tokens, found.rows - found.captured_rows
     by_codec = {name: round(left_tokens * size + left_rows * _SAMPLE_BYTES) for name, size in token_bytes(config).items()}
     needed = round(by_codec[config.store.codec] * (1 + _REQUIRED_SPARE))
+    if config.store.url is not None:  # here lie parts on their way, two a replica, and the cache
+        needed = min(needed, 2 * _replicas(config) * config.store.part_bytes + config.store.cache_bytes)
     disk = layout.root
     while not disk.exists():
         disk = disk.parent

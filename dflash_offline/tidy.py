@@ -1,13 +1,14 @@
 """Forget stages (``reset``) and delete what no run file needs any more (``prune``).
 
 Only folders whose names are content keys and that hold what this program writes are ever touched; anything else under
-the root is left alone. Links are not followed.
+the root is left alone. Links are not followed. With a store go its objects in an object store, those that this program put there.
 """
 
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
@@ -15,6 +16,9 @@ from dflash_offline.errors import DFlashError
 from dflash_offline.inputs import stdin_name
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST
+
+if TYPE_CHECKING:
+    from dflash_offline.store import Remote
 
 _KEY = re.compile(r"[0-9a-f]{16}")
 _STREAM = re.compile(r"stdin-[0-9a-f]{32}")
@@ -43,7 +47,18 @@ class Removal:
 def _size(path: Path) -> int:
     if path.is_symlink() or path.is_file():
         return path.lstat().st_size
-    return sum(entry.lstat().st_size for entry in path.rglob("*") if entry.is_symlink() or entry.is_file())
+    here = sum(entry.lstat().st_size for entry in path.rglob("*") if entry.is_symlink() or entry.is_file())
+    return here + sum(store.num_bytes for store in _remote_stores(path))
+
+
+def _remote_stores(path: Path) -> list["Remote"]:
+    """The store in an object store whose local folder ``path`` is, or holds."""
+    folders = [folder for folder in (path, path / "hidden_states.zarr") if (folder / "remote.json").is_file()]
+    if not folders:
+        return []
+    from dflash_offline.store import Remote
+
+    return [remote for folder in folders if (remote := Remote.of(folder)) is not None]
 
 
 def reset_plan(config: RunConfig, stage: str) -> list[Removal]:
@@ -126,4 +141,6 @@ def remove(removals: list[Removal]) -> None:
                 path.unlink()
                 continue
             (path / MANIFEST).unlink(missing_ok=True)
+            for store in _remote_stores(path):
+                store.delete()
             shutil.rmtree(path)

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file
 
 from dflash_offline import keys
 from dflash_offline.cli import main
@@ -244,6 +246,36 @@ def test_stats_and_its_plot(command: Command, tmp_path: Path) -> None:
     assert np.diag(found["similarity"]) == pytest.approx([1, 1, 1], abs=1e-3)
     assert "<svg" in (tmp_path / "x.svg").read_text()
     assert "channels with most of the energy" in command("stats", "--rows", 2).output
+
+
+def test_export_sample(command: Command, tmp_path: Path) -> None:
+    out = tmp_path / "one.safetensors"
+    assert "layers 0,1,2" in command("export-sample", 1, out).output
+    found = json.loads(command("export-sample", 1, out, "--layers", "2", "--json").stdout)
+    tensors = load_file(out)
+    assert found["bytes"] == out.stat().st_size and found["metadata"]["layer_ids"] == "2"
+    assert torch.equal(tensors["hidden_states"], HiddenStateStore(store())[1].hidden_states([2]))
+    assert "numbered from 0" in command("export-sample", 9999, out, status=1).output
+
+
+def test_inspect_by_source(command: Command, finished_run: Path) -> None:
+    rows = [json.loads(line) for line in (finished_run / "conversations.jsonl").read_text().splitlines()]
+    sources = {row["source"] for row in rows}
+    counted = {name: json.loads(command("inspect", "--json", "--samples", 99, "--source", name).stdout)["sample_table"] for name in sources}
+    numbers = [row["number"] for table in counted.values() for row in table]
+    assert sorted(numbers) == list(range(len(HiddenStateStore(store())))) and len(sources) > 1
+    assert "there are" in command("inspect", "--samples", 1, "--source", "no such source", status=1).output
+
+
+def test_a_damaged_index_is_made_anew(own_command: Command) -> None:
+    index = store() / "index.json"
+    before = index.read_bytes()
+    index.write_bytes(before.replace(b'"samples": ', b'"samples": 9', 1))
+    assert "index.json" in own_command("verify", status=1).output
+    assert "parts that are whole" in own_command("verify", "--rebuild-index").output
+    assert index.read_bytes() == before
+    index.unlink()
+    assert own_command("verify", "--rebuild-index", "--json").stdout.startswith("{") and index.read_bytes() == before
 
 
 def test_verify_names_the_damaged_part(own_command: Command) -> None:

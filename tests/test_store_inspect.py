@@ -9,6 +9,7 @@ import torch
 from small_store import LENGTHS, H, K, folder_in_memory, identity, make_store, rows, settings, write_part
 
 from dflash_offline import store
+from dflash_offline.errors import StoreError
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def test_details_of_one_sample(made):
 
 def test_stats_find_outlier_channels_and_similar_layers(made):
     found = store.stats(made[0], num_samples=20)
-    assert found["tokens"] == 2 * sum(LENGTHS) and found["not_finite"] == 0 and len(found["layers"]) == K
+    assert found["tokens"] == 2 * sum(min(length, 256) for length in LENGTHS) and found["not_finite"] == 0 and len(found["layers"]) == K
     for i, layer in enumerate(found["layers"]):
         assert layer["outlier_channels"][0]["channel"] == 3 and layer["outlier_channels"][0]["share_of_energy"] > 0.5
         assert found["similarity"][i][i] == pytest.approx(1, abs=1e-3)
@@ -105,26 +106,98 @@ def test_an_empty_store_has_a_summary(tmp_path):
     assert store.summary(tmp_path)["samples"] == 0 and store.samples(tmp_path) == [] and store.verify(tmp_path) == []
 
 
-@pytest.mark.long
-def test_a_hundred_thousand_samples_answer_in_two_seconds():
+class Opened:
+    """Counts the files below a folder that this process opens, and the bytes of hidden states it reads from them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        from dflash_offline.store import shards
+
+        self.shards, self.files, self.bytes = 0, 0, 0
+        real, read_small = shards._LocalShard, shards.read_small
+
+        class Counted(real):
+            def __init__(shard, path):
+                self.shards += 1
+                super().__init__(path)
+
+            def preadv(shard, buffers, offset):
+                done = super().preadv(buffers, offset)
+                self.bytes += done
+                return done
+
+        def counted(folder):
+            self.files += 1
+            return read_small(folder)
+
+        monkeypatch.setattr(shards, "_LocalShard", Counted)
+        for module in ("parts", "reader"):
+            monkeypatch.setattr(f"dflash_offline.store.{module}.read_small", counted)
+
+    def by(self, action) -> tuple[int, int, int]:
+        """Small arrays read, shard files opened, bytes read from those, while ``action`` ran."""
+        self.shards = self.files = self.bytes = 0
+        action()
+        return self.files, self.shards, self.bytes
+
+
+@pytest.mark.parametrize("per_part", [40, pytest.param(2000, marks=pytest.mark.long)])
+def test_a_store_of_many_samples_is_inspected_without_its_hidden_states(per_part, monkeypatch):
+    """50 parts; 100,000 samples with the mark ``long``. What is opened and read does not grow with the samples."""
+    parts, tokens, width = 50, 2, 8
     with folder_in_memory() as folder:
         store.create_or_open(folder, identity("bf16", layer_ids=[1]))
-        hidden = torch.ones(2, 1, 8, dtype=torch.bfloat16)
-        for number in range(50):
-            part = store.PartWriter(
-                folder, f"part-{number:05d}", store_settings=settings("bf16"), num_taps=1, hidden_size=8, num_tokens=4000, num_samples=2000
-            )
-            with part:
-                for i in range(2000):
-                    part.append(i, (number * 2000 + i).to_bytes(32, "little"), 0, [1, 2], [0, 1], hidden)
+        hidden = torch.ones(tokens, 1, width, dtype=torch.bfloat16)
+        shape = {"num_taps": 1, "hidden_size": width, "num_tokens": tokens * per_part, "num_samples": per_part}
+        for number in range(parts):
+            with store.PartWriter(folder, f"part-{number:05d}", store_settings=settings("bf16"), **shape) as part:
+                for i in range(per_part):
+                    part.append(i, (number * per_part + i).to_bytes(32, "little"), 0, [1, 2], [0, 1], hidden)
                 part.commit()
-        for answer in (
-            store.summary,
-            store.samples,
-            store.stats,
-            lambda path: store.details(path, 99_999),
-            lambda path: store.diff(path, path),
-        ):
+        opened, tables = Opened(monkeypatch), 4 * parts  # offsets, hashes, corpus rows, buckets
+        last, chunk, seconds = parts * per_part - 1, 64 * width * 2 + 4, []
+        # most small arrays, shard files and chunks of hidden states that each may read
+        answers = {
+            "summary": (lambda: store.summary(folder), tables, 0, 0),
+            "samples": (lambda: store.samples(folder, part="part-00049", min_tokens=2), tables + 2, 0, 0),
+            "details": (lambda: store.details(folder, last), tables + 2, 1, 1),
+            "stats": (lambda: store.stats(folder, num_samples=16), tables + 2 * 16, 16, 16),
+            "verify": (lambda: store.verify(folder, deep=False), 0, 0, 0),
+            "diff": (lambda: store.diff(folder, folder, num_samples=16), 2 * tables + 4 * 16, 32, 32),
+        }
+        for name, (answer, most_tables, most_shards, most_chunks) in answers.items():
             begun = time.perf_counter()
-            answer(folder)
-            assert time.perf_counter() - begun < 2, answer
+            read_tables, shards, read = opened.by(answer)
+            seconds.append(time.perf_counter() - begun)
+            index = 16 * -(-tokens * per_part // 64) + 4
+            assert read_tables <= most_tables and shards <= most_shards and read <= most_chunks * (chunk + index), name
+        if per_part == 2000:
+            assert max(seconds) < 2, dict(zip(answers, seconds, strict=True))
+
+
+def test_stats_and_diff_read_no_more_than_a_window_of_a_sample(monkeypatch):
+    with folder_in_memory() as folder:
+        store.create_or_open(folder, identity("bf16"))
+        write_part(folder, "part-00000", rows([5000, 4000, 6000]), "bf16", shard_bytes=10**8)
+        opened = Opened(monkeypatch)
+        window = (256 // 64 + 1) * K * (64 * H * 2 + 4)  # five chunks of each tap
+        index = -(-15000 // 64) * K * 16 + 4
+        found = {}
+        *_, read = opened.by(lambda: found.update(store.stats(folder)))
+        assert found["tokens"] == 3 * 256 and 0 < read <= 3 * window + index
+        *_, read = opened.by(lambda: store.diff(folder, folder))
+        assert 0 < read <= 2 * (3 * window + index)
+
+
+def test_a_sample_as_a_safetensors_file(made, tmp_path):
+    from safetensors import safe_open
+
+    root, everything = made
+    found = store.export_sample(root, 12, tmp_path / "one.safetensors", layers=[2, 0])
+    with safe_open(tmp_path / "one.safetensors", "pt") as file:
+        assert file.metadata() == found["metadata"]
+        assert found["metadata"]["layer_ids"] == "3,1" and found["metadata"]["sha256"] == everything[12].sha256.hex()
+        assert torch.equal(file.get_tensor("hidden_states").view(torch.int16), everything[12].hidden[:, [2, 0]].view(torch.int16))
+        assert file.get_tensor("input_ids").tolist() == everything[12].input_ids.tolist()
+        assert file.get_tensor("loss_mask").tolist() == everything[12].loss_mask.tolist()
+    with pytest.raises(StoreError, match="cannot be written"):
+        store.export_sample(root, 0, tmp_path / "no" / "such.safetensors")

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _add_commands() -> None:
-    from dflash_offline.cli import following, inspecting, planning, results, starting, tidying, training
+    from dflash_offline.cli import following, inspecting, planning, results, sampling, starting, tidying, training
 
     for command in (
         starting.init,
@@ -58,6 +58,7 @@ def _add_commands() -> None:
         inspecting.inspect,
         inspecting.show,
         inspecting.stats,
+        sampling.export_sample,
         inspecting.verify,
         inspecting.diff,
         results.export,

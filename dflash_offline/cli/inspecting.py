@@ -24,6 +24,7 @@ _IDENTITY_TITLES = {"dtype": "computed in", "zstd": "zstd of codes"}  # the stor
 @click.option("--min-tokens", type=int, default=0, help="Of --samples, those at least this long.")
 @click.option("--max-tokens", type=int, help="Of --samples, those at most this long.")
 @click.option("--part", help="Of --samples, those in this part.")
+@click.option("--source", help="Of --samples, those whose conversation names this source; asks the corpus of the run file.")
 def inspect(
     store: Path | None,
     config: Path | None,
@@ -33,6 +34,7 @@ def inspect(
     min_tokens: int,
     max_tokens: int | None,
     part: str | None,
+    source: str | None,
 ) -> None:
     """What is in a store: samples, tokens, bytes, layers, arrays, identity. Reads no hidden states."""
     from dflash_offline import store as stores
@@ -41,7 +43,10 @@ def inspect(
     found = stores.summary(opened)
     listed: list[dict[str, Any]] = []
     if limit:
-        listed = stores.samples(opened, bucket=bucket, min_tokens=min_tokens, max_tokens=max_tokens, part=part, limit=limit)
+        filters = {"bucket": bucket, "min_tokens": min_tokens, "max_tokens": max_tokens, "part": part}
+        if source is not None:
+            filters["among"] = of_source(opened, load_run(config), source)
+        listed = stores.samples(opened, limit=limit, **filters)
     if as_json:
         echo_json(found | ({"sample_table": listed} if limit else {}))
         return
@@ -50,6 +55,8 @@ def inspect(
     if found["parts"]:
         rows.append(["bytes/token", f"{found['bytes_per_token']:,.0f}, {found['ratio']:.3f} of bfloat16"])
     rows += [[_IDENTITY_TITLES.get(name, name), value] for name, value in found["identity"].items()]
+    if found["url"]:
+        rows.append(["kept at", found["url"]])
     rows += [["unfinished", name] for name in found["unfinished"]]
     table(found["path"], ["", ""], rows)
     if found["parts"]:
@@ -91,6 +98,28 @@ def _token_range(context: click.Context, parameter: click.Parameter, value: str 
         return slice(first, last)
     except ValueError:
         raise click.BadParameter(f"{value!r}: give a:b with a below b, a: or :b, counted in tokens from 0") from None
+
+
+def of_source(store: "HiddenStateStore", run: "RunConfig", source: str) -> Any:
+    """Which samples are conversations of this source in the run file's corpus: bool [n].
+
+    Raises:
+        StoreError: the corpus names no such source.
+        CorpusError: it is not prepared.
+    """
+    import numpy as np
+
+    from dflash_offline import keys
+    from dflash_offline.corpus import Corpus
+    from dflash_offline.errors import StoreError
+    from dflash_offline.layout import Layout
+
+    corpus = Corpus.open(Layout(run.root_dir).corpus(keys.corpus_key(run)))
+    if source not in corpus.sources:
+        known = ", ".join(sorted(corpus.sources)[:20]) or "none; its conversations have no field `source`"
+        raise StoreError(f"--source {source}: not in the corpus of {run.source.name}; there are {known}")
+    rows = np.ascontiguousarray(corpus.hashes[np.asarray(corpus.source_index) == corpus.sources.index(source)])
+    return np.isin(np.ascontiguousarray(store.hashes).view("V32").ravel(), rows.view("V32").ravel())
 
 
 def find_sample(store: "HiddenStateStore", which: str) -> int:
@@ -246,11 +275,15 @@ def stats(store: Path | None, config: Path | None, as_json: bool, rows: int, plo
 @json_option
 @click.option("--quick", is_flag=True, help="Compare names and sizes only, not contents.")
 @click.option("--values", is_flag=True, help="Also decode every row: finds what was wrong before it was written.")
-def verify(store: Path | None, config: Path | None, as_json: bool, quick: bool, values: bool) -> None:
+@click.option("--rebuild-index", is_flag=True, help="First make a lost or damaged index.json anew from the parts that are whole.")
+def verify(store: Path | None, config: Path | None, as_json: bool, quick: bool, values: bool, rebuild_index: bool) -> None:
     """Check every byte of a store against its manifests. Exit status 1 and the part's name where something is wrong."""
     from dflash_offline import store as stores
 
     path = store_path(store, config, damaged=True)
+    if rebuild_index:
+        parts = stores.rebuild_index(path)
+        click.echo(f"{path}: index made anew from {len(parts)} parts that are whole", err=as_json)
     problems = stores.verify(path, deep=not quick, values=values)
     if as_json:
         listed = [{"part": p.part, "file": p.file, "text": p.text, "samples": p.samples} for p in problems]

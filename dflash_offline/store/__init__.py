@@ -21,7 +21,7 @@ Reading order::
 """
 
 from dflash_offline.store.batch import EncodedBatch
-from dflash_offline.store.inspect import details, diff, environment_notes, samples, stats, summary, unfinished
+from dflash_offline.store.inspect import details, diff, environment_notes, export_sample, samples, stats, summary, unfinished
 from dflash_offline.store.making import create_or_open, rebuild_index
 from dflash_offline.store.reader import HiddenStateStore, StoredSample, committed_hashes
 from dflash_offline.store.remote import Remote
@@ -43,6 +43,7 @@ __all__ = [
     "details",
     "diff",
     "environment_notes",
+    "export_sample",
     "rebuild_index",
     "samples",
     "stats",

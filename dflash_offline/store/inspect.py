@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from dflash_offline import manifest
+from dflash_offline.errors import StoreError
 from dflash_offline.store import schema
 from dflash_offline.store.reader import HiddenStateStore
 from dflash_offline.store.shards import read_meta
 
+_TOKENS = 256  # read of a sample by stats and diff: long samples would make them slow, and say no more
 _NOT_COMPARED = {"git"}  # differs between any two commits
 
 
@@ -97,16 +100,24 @@ def samples(
     part: str | None = None,
     start: int = 0,
     limit: int | None = 50,
+    among: np.ndarray | None = None,
 ) -> list[dict[str, Any]]:
-    """The sample table: number in the store, part, corpus row, content hash, bucket, tokens, supervised tokens."""
+    """The sample table: number in the store, part, corpus row, content hash, bucket, tokens, supervised tokens.
+
+    Args:
+        among: bool [n], only these samples.
+    """
     store = open_store(path)
     wanted = store.lengths >= min_tokens
+    if among is not None:
+        wanted &= among
     if max_tokens is not None:
         wanted &= store.lengths <= max_tokens
     if bucket is not None:
         wanted &= store.buckets == bucket
     if part is not None:
-        wanted &= np.array([name == part for name, count in store.part_sizes() for _ in range(count)], bool)
+        sizes = store.part_sizes()
+        wanted &= np.repeat(np.array([name == part for name, _ in sizes], bool), [count for _, count in sizes])
     rows = []
     for number in np.flatnonzero(wanted)[start : None if limit is None else start + limit]:
         sample = store[int(number)]
@@ -166,6 +177,7 @@ def details(
 def stats(path: Path | str | HiddenStateStore, *, num_samples: int = 16, outliers: int = 8, seed: int = 0) -> dict[str, Any]:
     """Norms, outlier channels, non-finite values and similarity of the tapped layers, from ``num_samples`` random samples.
 
+    Of each sample at most 256 tokens are read: the first ones, whose norms stand out, or from a random place on.
     ``similarity[i][j]`` is the mean cosine between the vectors of taps i and j at the same token.
     """
     store = open_store(path)
@@ -173,8 +185,8 @@ def stats(path: Path | str | HiddenStateStore, *, num_samples: int = 16, outlier
     taps, width = store.num_taps, store.hidden_size
     energy, similarity, tokens, bad = torch.zeros(taps, width, dtype=torch.float64), torch.zeros(taps, taps, dtype=torch.float64), 0, 0
     low, high = torch.full((taps,), torch.inf), torch.zeros(taps)
-    for number in chosen:
-        hidden = store[int(number)].hidden_states().float()
+    for number, window in zip(chosen, _windows(store.lengths[chosen], seed), strict=True):
+        hidden = store[int(number)].hidden_states(tokens=window).float()
         bad += int((~torch.isfinite(hidden)).sum())
         hidden = torch.nan_to_num(hidden, 0.0, 0.0, 0.0)
         energy += hidden.double().square().sum(0)
@@ -197,11 +209,18 @@ def stats(path: Path | str | HiddenStateStore, *, num_samples: int = 16, outlier
     return {"samples": chosen.tolist(), "tokens": tokens, "not_finite": bad, "layers": rows, "similarity": (similarity / tokens).tolist()}
 
 
+def _windows(lengths: np.ndarray, seed: int) -> list[slice]:
+    """At most 256 tokens of each sample; of every second one those at its beginning."""
+    starts = (np.random.default_rng(seed).random(len(lengths)) * np.maximum(0, lengths - _TOKENS + 1)).astype(int)
+    starts[::2] = 0
+    return [slice(int(start), int(start) + _TOKENS) for start in starts]
+
+
 def diff(one: Path | str, other: Path | str, *, num_samples: int = 16, seed: int = 0) -> dict[str, Any]:
     """How two stores differ: identity fields, rows only in one of them, and hidden states of rows in both.
 
-    ``relative_l2`` compares ``num_samples`` random common rows, the second store against the first, per tap; None where
-    layers or sizes differ.
+    ``relative_l2`` compares up to 256 tokens of each of ``num_samples`` random common rows, the second store against the
+    first, per tap; None where layers or sizes differ.
     """
     a, b = open_store(one), open_store(other)
     fields = [name for name in sorted({*a.identity, *b.identity}) if a.identity.get(name) != b.identity.get(name)]
@@ -219,8 +238,9 @@ def diff(one: Path | str, other: Path | str, *, num_samples: int = 16, seed: int
     if common and (a.num_taps, a.hidden_size) == (b.num_taps, b.hidden_size):
         chosen = np.random.default_rng(seed).permutation(len(common))[:num_samples]
         errors, equal = [], 0
-        for i in chosen:
-            x, y = a[rows_a[common[i]]].hidden_states(), b[rows_b[common[i]]].hidden_states()
+        lengths = np.array([int(a.lengths[rows_a[common[i]]]) for i in chosen])
+        for i, window in zip(chosen, _windows(lengths, seed), strict=True):
+            x, y = a[rows_a[common[i]]].hidden_states(tokens=window), b[rows_b[common[i]]].hidden_states(tokens=window)
             equal += bool(torch.equal(x.view(torch.int16), y.view(torch.int16)))
             x = x.float()
             errors.append(((y.float() - x).norm(dim=-1) / x.norm(dim=-1).clamp(min=1e-30)).median(0).values)
@@ -249,3 +269,45 @@ def environment_notes(path: Path | str | HiddenStateStore) -> list[str]:
 def unfinished(path: Path | str) -> list[str]:
     """Parts that were begun and not committed."""
     return sorted((entry.name.removesuffix(".partial") for entry in Path(path).glob("part-*.partial")), key=schema.part_key)
+
+
+def export_sample(
+    path: Path | str | HiddenStateStore, number: int, out: Path | str, *, layers: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Write one sample to a safetensors file: ``input_ids`` int32 [T], ``loss_mask`` uint8 [T], ``hidden_states`` bf16 [T, k, H].
+
+    Its metadata are strings: part, corpus row, content hash, bucket, and the layer ids along k.
+
+    Args:
+        layers: positions along K; None = all.
+
+    Returns:
+        ``{"path", "bytes", "metadata"}``.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    import safetensors.torch
+
+    store = open_store(path)
+    sample, out = store[number], Path(out)
+    names = [*map(str, store.layer_ids), *["last"] * (store.num_taps - len(store.layer_ids))]
+    taps = range(store.num_taps) if layers is None else layers
+    facts = {
+        "number": sample.number,
+        "part": sample.part,
+        "sample_id": sample.sample_id,
+        "sha256": sample.sha256.hex(),
+        "bucket": sample.bucket,
+    }
+    metadata = {name: str(value) for name, value in facts.items()} | {"layer_ids": ",".join(names[tap] for tap in taps)}
+    tensors = {
+        "input_ids": torch.from_numpy(sample.input_ids.copy()),
+        "loss_mask": torch.from_numpy(sample.loss_mask.copy()),
+        "hidden_states": sample.hidden_states(list(taps)),
+    }
+    try:
+        manifest.write_bytes(out, safetensors.torch.save(tensors, metadata))
+    except OSError as error:
+        raise StoreError(f"{out}: cannot be written ({error.strerror or error})") from None
+    return {"path": str(out), "bytes": out.stat().st_size, "metadata": metadata}

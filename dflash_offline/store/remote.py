@@ -162,6 +162,11 @@ class Remote:
     def url(self) -> str:
         return self.objects.url
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the committed parts, by the index; nobody is asked."""
+        return sum(entry["bytes"] for entry in schema.read_index(self.root)["parts"].values())
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def shard(self, part: str, found: dict[str, Any], file: str) -> "RemoteShard":

@@ -1,0 +1,33 @@
+"""``export-sample``: one sample of a store as a file for other programs."""
+
+from pathlib import Path
+
+import click
+
+from dflash_offline.cli.inspecting import find_sample
+from dflash_offline.cli.options import bytes_text, echo_json, json_option, store_arguments, store_path
+
+
+@click.command("export-sample")
+@click.argument("sample")
+@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@store_arguments
+@json_option
+@click.option("--layers", help="Layer ids, separated by commas; all captured ones when left out.")
+def export_sample(sample: str, out: Path, store: Path | None, config: Path | None, as_json: bool, layers: str | None) -> None:
+    """Write one SAMPLE (number, or start of its content hash) to OUT, a safetensors file: ids, mask, bfloat16 hidden states."""
+    from dflash_offline import store as stores
+    from dflash_offline.errors import StoreError
+
+    opened, positions = stores.HiddenStateStore(store_path(store, config)), None
+    if layers is not None:
+        try:
+            positions = opened.positions([int(layer) for layer in layers.split(",")])
+        except ValueError:
+            raise StoreError(f"--layers {layers}: give layer ids separated by commas; captured are {opened.layer_ids}") from None
+    found = stores.export_sample(opened, find_sample(opened, sample), out, layers=positions)
+    if as_json:
+        echo_json(found)
+    else:
+        facts = found["metadata"]
+        click.echo(f"{out}: sample {facts['number']} ({facts['part']}), layers {facts['layer_ids']}, {bytes_text(found['bytes'])}")
