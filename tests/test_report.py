@@ -16,9 +16,9 @@ from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, damaged_files, read_json, read_manifest
 from dflash_offline.report import write_report
 from dflash_offline.report.blocks import _spread, number, page_blocks
-from dflash_offline.report.facts import capture_rates, gather
+from dflash_offline.report.facts import capture_rates, capture_remarks, gather
 from dflash_offline.report.page import Code, Heading, Plot, Table, Text, markdown, self_contained_html
-from dflash_offline.report.plots import slots, training_curves
+from dflash_offline.report.plots import learning_curve, slots, training_curves
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +181,20 @@ def test_plots_are_the_same_for_the_same_data_and_keep_their_text() -> None:
     assert slots({"a": [0.5, 0.25]}, label="accepted").startswith("<svg")
 
 
+def test_learning_curve_is_over_the_tokens_trained(config: RunConfig) -> None:
+    rows = [{"step": step, "loss": 1.0, "tokens": 5_000 * step} for step in range(10, 60, 10)]
+    held = [{"step": step, "heldout": {"tau_replay": step / 10, "tau_replay_interval": [1.0, 5.0]}} for step in (20, 44)]
+    curve = learning_curve(rows, held)
+    assert curve is not None and "context tokens trained" in curve and "95 % interval" in curve
+    assert "200000" in curve and "225000" not in curve, "44 steps are not logged: the tokens of step 40 stand for them"
+    assert learning_curve(rows, held[:1]) is None and learning_curve([], held) is None
+    assert learning_curve(rows, [{"step": 20, "heldout": {"tau_replay": None}}, *held[1:]]) is None
+    facts = gather(config)
+    text = markdown(page_blocks(replace(facts, metrics=[{**facts.metrics[-1], **row} for row in rows], heldout=held)))
+    assert "learning_curve.svg" in text
+    assert re.search(r"\| store \| codec lossless, [\d,]+ bytes a token \|", text)
+
+
 def test_capture_rates_by_replica() -> None:
     def part(replica: int, tokens: int, seconds: float) -> dict[str, object]:
         return {"tokens": tokens, "bytes": 10, "extra": {"replica": replica, "device": "cpu", "seconds": seconds}}
@@ -199,3 +213,15 @@ def test_numbers_and_spread() -> None:
     chosen = [row["step"] for row in _spread(rows, 8)]
     assert len(chosen) == 8 and chosen[0] == 0 and chosen[-1] == 99 and chosen == sorted(set(chosen))
     assert _spread(rows[:3], 8) == rows[:3]
+
+
+def test_remarks_on_capture_weigh_parts_by_tokens_and_name_halved_batches() -> None:
+    assert capture_remarks([{"tokens": 5, "extra": {}}]) == ""
+    extra = {"padding": 0.0, "seconds": 10.0, "wait_s": 1.0, "packed": True}
+    assert capture_remarks([{"tokens": 100, "extra": extra}]) == (
+        "Batches were packed: 0.0% of what was computed held no token. The target waited 10.0% of its time for the disk."
+    )
+    other = {"padding": 0.2, "seconds": 10.0, "wait_s": 0.0, "packed": False, "tokens_per_batch_halved_to": {"2": 4096}}
+    text = capture_remarks([{"tokens": 300, "extra": extra}, {"tokens": 100, "extra": other}])
+    assert text.startswith("Batches were packed in some parts and padded in others: 5.0% of") and "waited 5.0%" in text
+    assert text.endswith("Memory ran out: bucket 2 went on with 4,096 tokens a batch.")

@@ -5,9 +5,9 @@ import math
 from typing import Any
 
 from dflash_offline.config import RunConfig
-from dflash_offline.report.facts import Facts
+from dflash_offline.report.facts import Facts, capture_remarks
 from dflash_offline.report.page import Block, Code, Heading, Plot, Table, Text
-from dflash_offline.report.plots import slots, training_curves
+from dflash_offline.report.plots import learning_curve, slots, training_curves
 
 
 def number(value: Any, form: str = ",") -> str:
@@ -56,6 +56,9 @@ def result_section(facts: Facts) -> list[Block]:
         rows.append(["tau_replay on held-out rows", f"{replay['tau']:.3f} over {replay.get('rows', '?')} rows"])
     if overall.get("speedup") is not None:
         rows.append(["speed-up", f"{overall['speedup']:.2f}x on {facts.evaluation.get('device', '?')}"])
+    if facts.parts:
+        size, tokens = (sum(part[name] for part in facts.parts) for name in ("bytes", "tokens"))
+        rows.append(["store", f"codec {facts.parts[0]['codec']}, {size / tokens:,.0f} bytes a token"])
     rows.append(
         [
             "trained",
@@ -132,6 +135,8 @@ def training_section(facts: Facts) -> list[Block]:
     blocks: list[Block] = [Heading("Training")]
     for name, svg in training_curves(facts.metrics, facts.heldout).items():
         blocks.append(Plot(name, captions[name], svg))
+    if (curve := learning_curve(facts.metrics, facts.heldout)) is not None:
+        blocks.append(Plot("learning_curve", "Acceptance length on held-out conversations against context tokens trained", curve))
     fields = [
         ("step", ","),
         ("epoch", ".2f"),
@@ -185,6 +190,8 @@ def capture_section(facts: Facts) -> list[Block]:
             f"{size / plain:.3f} of bfloat16."
         )
         blocks.append(Text(text))
+        if remarks := capture_remarks(facts.parts):
+            blocks.append(Text(remarks))
     rows = [
         [
             "-" if row["replica"] is None else row["replica"],

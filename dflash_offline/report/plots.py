@@ -65,6 +65,29 @@ def training_curves(metrics: list[dict[str, Any]], heldout: list[dict[str, Any]]
     return plots
 
 
+def learning_curve(metrics: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> str | None:
+    """``tau_replay`` with its 95 % interval over the context tokens trained; None without two evaluations.
+
+    An evaluation's tokens are those of the last logged step up to it.
+    """
+    logged = sorted((row["step"], row["tokens"]) for row in metrics if isinstance(row.get("tokens"), int | float))
+    points = []
+    for row in heldout:
+        tokens, found = max((at for step, at in logged if step <= row["step"]), default=None), row["heldout"]
+        if tokens is not None and isinstance(found.get("tau_replay"), int | float):
+            points.append((tokens, found["tau_replay"], *(found.get("tau_replay_interval") or [found["tau_replay"]] * 2)))
+    if len(points) < 2:
+        return None
+    figure = _figure()
+    axes = figure.add_subplot()
+    tokens, replayed, low, high = map(list, zip(*sorted(points), strict=True))
+    axes.fill_between(tokens, low, high, color=_ORANGE, alpha=0.2, linewidth=0, label="95 % interval")
+    axes.plot(tokens, replayed, color=_ORANGE, marker="s", markersize=4, linewidth=1.4, label="held out")
+    axes.legend(frameon=False)
+    _finish(axes, x="context tokens trained", y="acceptance length (tau_replay)")
+    return to_svg(figure)
+
+
 def _unzip(pairs: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in pairs], [y for _, y in pairs]
 
