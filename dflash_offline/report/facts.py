@@ -127,3 +127,27 @@ def capture_rates(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         row["tokens_per_s"] = row["tokens"] / row["seconds"] if row["seconds"] else None
     return rows
+
+
+def capture_remarks(parts: list[dict[str, Any]]) -> str:
+    """One or two sentences: packed or padded, waste, waiting for the disk, batches halved for want of memory; "" when nothing is known."""
+    extras = [(part["tokens"], extra) for part in parts if "padding" in (extra := part.get("extra") or {})]
+    if not extras:
+        return ""
+    tokens = sum(count for count, _ in extras)
+    padding = sum(count * extra["padding"] for count, extra in extras) / max(1, tokens)
+    seconds, waited = (sum(float(extra.get(name) or 0.0) for _, extra in extras) for name in ("seconds", "wait_s"))
+    packed = {bool(extra.get("packed")) for _, extra in extras}
+    how = "packed" if packed == {True} else "padded" if packed == {False} else "packed in some parts and padded in others"
+    text = f"Batches were {how}: {padding:.1%} of what was computed held no token. The target waited {waited / max(seconds, 1e-9):.1%} of its time for the disk."
+    limits: dict[str, int] = {}
+    for _, extra in extras:
+        for bucket, limit in (extra.get("tokens_per_batch_halved_to") or {}).items():
+            limits[bucket] = min(limit, limits.get(bucket, limit))
+    if limits:
+        text += (
+            " Memory ran out: "
+            + ", ".join(f"bucket {bucket} went on with {limit:,} tokens a batch" for bucket, limit in sorted(limits.items()))
+            + "."
+        )
+    return text
