@@ -139,7 +139,8 @@ def capture_remarks(parts: list[dict[str, Any]]) -> str:
     seconds, waited = (sum(float(extra.get(name) or 0.0) for _, extra in extras) for name in ("seconds", "wait_s"))
     packed = {bool(extra.get("packed")) for _, extra in extras}
     how = "packed" if packed == {True} else "padded" if packed == {False} else "packed in some parts and padded in others"
-    text = f"Batches were {how}: {padding:.1%} of what was computed held no token. The target waited {waited / max(seconds, 1e-9):.1%} of its time for the disk."
+    share = waited / max(seconds, 1e-9)
+    text = f"Batches were {how}: {padding:.1%} of what was computed held no token. The target waited {share:.1%} of its time for the disk."
     limits: dict[str, int] = {}
     for _, extra in extras:
         for bucket, limit in (extra.get("tokens_per_batch_halved_to") or {}).items():
