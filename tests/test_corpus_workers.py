@@ -43,6 +43,29 @@ def test_results_come_in_order(workers: int) -> None:
     assert list(run_ordered(make_square, 10, [], workers=workers)) == []
 
 
+def make_counting(path: str) -> Callable[[int], tuple[int, int]]:
+    with Path(path).open("a") as file:
+        file.write("made\n")
+    return lambda number: (os.getpid(), os.getppid())
+
+
+def test_the_work_is_made_once_and_no_process_is_left(tmp_path: Path) -> None:
+    found = list(run_ordered(make_counting, str(tmp_path / "made"), range(300), workers=3))
+    assert (tmp_path / "made").read_text() == "made\n"
+    workers, parents = {worker for worker, _ in found}, {parent for _, parent in found}
+    assert 1 < len(workers) <= 3 and len(parents) == 1 and os.getpid() not in parents
+    assert not [pid for pid in workers | parents if psutil.pid_exists(pid)]
+
+
+def make_impossible(argument: str) -> Callable[[int], int]:
+    raise CorpusError(argument)
+
+
+def test_work_that_cannot_be_made_is_said() -> None:
+    with pytest.raises(CorpusError, match="no tokenizer"):
+        list(run_ordered(make_impossible, "no tokenizer", [b"x" * 10_000_000] * 9, workers=2))
+
+
 def test_tasks_are_read_only_a_few_ahead() -> None:
     taken = 0
 
