@@ -1,14 +1,21 @@
-"""Every family of target through the forwarder: rows alone and in batches of 2, 7 and 20, padded and packed."""
+"""Every family of target: rows alone and in batches of 2, 7 and 20, padded and packed, by one replica and by three."""
 
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import write_run_file
+from test_capture import Run, same_content
 from test_target_families import FAMILIES, TAPS, V, load, save_model
 
-from dflash_offline.capture import Forwarder
+from dflash_offline.capture import Forwarder, Replica
 from dflash_offline.config.target import TargetConfig
+from dflash_offline.progress import Progress
+from dflash_offline.store import HiddenStateStore
 from dflash_offline.target import Target, facts, packing_obstacle
 
 LENGTHS = [30, 29, 21, 20, 20, 17, 13, 12, 9, 8, 8, 7, 5, 4, 3, 3, 2, 2, 2, 1]
@@ -70,3 +77,33 @@ def test_what_cannot_be_packed_is_found_out_even_if_it_is_asked_for(family: str,
     forwarder = Forwarder(target, packed=True, compile_layers=False, is_hybrid=known.is_hybrid, vocab_size=V, say=said.append)
     assert not forwarder.packs and said[0].startswith("rows are padded, not packed: ")
     assert_equal(captured(forwarder, 7), plain_rows(target), 2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mistral-window", "qwen3.5-text", "gemma2"])
+def test_three_replicas_give_what_one_gives(family: str, tmp_path: Path, tiny_tokenizer_dir: Path, conversations: list[dict]) -> None:
+    """Packed, with windows, a state over tokens, padded: three replicas at once, each with its own target, share the parts."""
+    folder, corpus = tmp_path / "target", tmp_path / "corpus.jsonl"
+    save_model(folder, family, vocab_size=512)
+    shutil.copytree(tiny_tokenizer_dir, folder, dirs_exist_ok=True)
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in conversations[:16]), encoding="utf-8")
+    section = {"capture_layer_ids": TAPS, "attention": "eager" if family == "gemma2" else "sdpa", "replicas": 3}
+    sizes = {"part_bytes": 100_000, "shard_bytes": 30_000}
+    made = Run(write_run_file(tmp_path / "run", model=folder, files=[corpus], target=section, store=sizes))
+    assert made.plan.packed == (family in PACKED) and len(made.plan.parts) >= 6
+    made.capture()
+    one = made.content()
+    assert len(one) == len(made.corpus) == 16
+    made.begin_again()
+    with ThreadPoolExecutor(3) as threads:
+        options = {"capture_key": made.key, "replicas": 3}
+        replicas = [Replica(made.config, replica=i, progress=Progress(None), **options) for i in range(3)]
+        list(threads.map(Replica.run, replicas))
+    assert same_content(made.content(), one)
+    assert len({made.extra(part.name)["replica"] for part in made.plan.parts}) > 1
+    target = load(folder, layer_ids=TAPS)
+    store = HiddenStateStore(made.store_path)
+    for i in range(0, len(store), 5):
+        plain = target.plain_hidden_states(torch.from_numpy(np.asarray(store[i].input_ids, np.int64))[None])
+        for k, layer_id in enumerate(TAPS):
+            want = plain[layer_id + 1][0]
+            assert ((store[i].hidden_states()[:, k].float() - want).abs() <= want.abs() * 2**-8 + 2e-5 * want.pow(2).mean().sqrt()).all()
