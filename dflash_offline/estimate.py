@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _LOSSLESS_AT_MOST = 0.75  # real hidden states take 0.70 of bfloat16; random ones, the worst case seen, 0.73
 _TOKEN_BYTES = 5  # token id and loss mask
 _SAMPLE_BYTES = 58  # offsets, row number, hash, bucket
-_RANK_STATE_BYTES = 18  # of a drafter's parameter: float32 master, two moments and gradient, bfloat16 copy
+# of a drafter's parameter: bfloat16 copy and float32 gradient; float32 master and two moments, divided among the ranks with fsdp
+_RANK_COPY_BYTES, _RANK_STATE_BYTES = 6, 12
 _REQUIRED_SPARE = 0.02  # of the disk's need: manifests, checkpoints, logs
 
 
@@ -331,4 +332,6 @@ def _rank_bytes(config: RunConfig) -> int:
     width = 2 if config.train.dtype == "bfloat16" else 4
     tokens, slots = config.train.tokens_per_batch, config.train.slots_per_batch
     working = slots * width * drafter.layers * (6 * hidden + 3 * inner) + tokens * width * (taps + 2 * drafter.layers) * hidden
-    return round(parameters * _RANK_STATE_BYTES + 2 * vocabulary * hidden * width + working + min(slots, 4096) * vocabulary * 6)
+    ranks = len(config.train.gpus) if config.train.fsdp and isinstance(config.train.gpus, list) else 1
+    state = parameters * (_RANK_COPY_BYTES + _RANK_STATE_BYTES / ranks)
+    return round(state + 2 * vocabulary * hidden * width + working + min(slots, 4096) * vocabulary * 6)

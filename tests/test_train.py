@@ -19,11 +19,11 @@ from dflash_offline.config import RunConfig
 from dflash_offline.dataset import DeviceBatch, Job, Prefetcher
 from dflash_offline.drafter import Drafter, DrafterShape
 from dflash_offline.errors import CheckpointError, TrainError
-from dflash_offline.manifest import damaged_files, read_manifest
+from dflash_offline.manifest import damaged_files, read_manifest, write_manifest
 from dflash_offline.progress import Progress
 from dflash_offline.replay import ReplayResult, replay
 from dflash_offline.target import load_embedding_and_head
-from dflash_offline.train import heldout, records, speed
+from dflash_offline.train import heldout, kernels, records, speed
 from dflash_offline.train.loop import Trainer
 from dflash_offline.train.proof import prove
 from dflash_offline.train.ranks import Ranks
@@ -201,11 +201,41 @@ def test_checkpoint_of_another_data_order_is_refused(make_run) -> None:
     content["facts"]["shape"] = "another"
     (state / "state.json").write_text(json.dumps(content))
     manifest = read_manifest(state)
-    from dflash_offline.manifest import write_manifest
-
     write_manifest(state, kind="checkpoint", key=manifest["key"])
     with pytest.raises(CheckpointError, match="shape was 'another'"):
         runs.train_here(run_file)
+
+
+def test_resuming_on_another_machine_is_said(make_run, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = make_run(max_steps=2)
+    state = runs.train_here(run_file) / "checkpoints" / "step-000002"
+    content = json.loads((state / "state.json").read_text())
+    content["machine"] |= {"torch": "1.13.0", "cuda": "11.7", "device": "GTX 970"}
+    (state / "state.json").write_text(json.dumps(content))
+    write_manifest(state, kind="checkpoint", key=read_manifest(state)["key"])
+    capsys.readouterr()
+    runs.train_here(run_file)
+    said = capsys.readouterr().out
+    for name, before in (("torch", "1.13.0"), ("cuda", "11.7"), ("device", "GTX 970")):
+        assert f"note: {name} was {before} before and is " in said
+
+
+def test_what_is_compiled_after_warm_up_is_counted_and_said(
+    make_trainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(log_every=1)
+    trainer.warmed_up, step = True, trainer.order.step(0)
+    monkeypatch.setattr(kernels, "compiled_graphs", lambda: 2)
+    take_step(trainer, 0)
+    trainer._count_recompiles(step)
+    assert (
+        f"warning: rank 0: 2 graphs compiled after warm-up, in step 1 of {trainer.order.shapes[step.bucket]}: " in capsys.readouterr().out
+    )
+    for number in (1, 2):
+        take_step(trainer, number)
+        trainer._count_recompiles(trainer.order.step(number))
+        assert trainer.reporter.last_row["recompiles"] == trainer.progress.state["numbers"]["recompiles"] == 2
+    assert "compiled after" not in capsys.readouterr().out
 
 
 def test_heldout_replay_is_that_of_the_evaluator(make_trainer) -> None:

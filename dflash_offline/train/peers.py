@@ -42,7 +42,10 @@ class Peers:
 
     def listen(self) -> int:
         """Rank 0: the port that the others are to connect to."""
-        self._listener = socket.create_server(("", 0), backlog=self.size)
+        try:
+            self._listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=self.size)
+        except (OSError, ValueError):  # no IPv6 here
+            self._listener = socket.create_server(("", 0), backlog=self.size)
         return int(self._listener.getsockname()[1])
 
     def connect(self, host: str, port: int, *, timeout_s: float = 60.0) -> None:
