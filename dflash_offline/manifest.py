@@ -8,17 +8,14 @@ import contextlib
 import errno
 import json
 import os
-import platform
-import subprocess
 import threading
 from collections.abc import Iterable
-from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from dflash_offline.environment import environment
 from dflash_offline.errors import DFlashError, StoreFullError
 
 MANIFEST = "manifest.json"
@@ -165,22 +162,3 @@ def damaged_files(folder: Path, manifest: dict[str, Any], *, deep: bool) -> list
         elif deep and checksum(path) != expected:
             problems.append(f"{name}: content differs from its checksum")
     return problems
-
-
-@lru_cache
-def environment() -> dict[str, str]:
-    """Versions of what made a result: Python, packages (torch with its build), git commit of this code.
-
-    Reads package metadata only, so that a process without torch stays without it.
-    """
-    versions = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
-    for package in ("dflash_offline", "torch", "transformers", "tokenizers", "zarr", "numcodecs", "luigi", "triton"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        here = Path(__file__).resolve().parent
-        found = subprocess.run(
-            ["git", "-C", str(here), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10, check=True
-        )
-        versions["git"] = found.stdout.strip()
-    return versions

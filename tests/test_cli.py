@@ -14,10 +14,11 @@ import pytest
 import small_store
 from click.testing import CliRunner, Result
 
-from dflash_offline import doctor, estimate, reference, smoke, store
+from dflash_offline import estimate, reference, smoke, store
 from dflash_offline.cli import main
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import prepare
+from dflash_offline.doctor import storage
 from dflash_offline.errors import CorpusError
 from dflash_offline.keys import capture_key, corpus_key
 from dflash_offline.layout import Layout
@@ -142,9 +143,16 @@ def test_doctor_fails_with_what_to_do(run_file: Callable[..., Path], monkeypatch
 
 
 def test_doctor_notices_locks_that_do_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._locks(tmp_path / "probe", "ext4").level == "ok"
-    monkeypatch.setattr(doctor.fcntl, "flock", lambda file, operation: None)
-    assert doctor._locks(tmp_path / "probe", "nfs").level == "fail"
+    assert storage.locks(tmp_path / "probe", "ext4").level == "ok"
+    monkeypatch.setattr(storage.fcntl, "flock", lambda file, operation: None)
+    assert storage.locks(tmp_path / "probe", "nfs").level == "fail"
+
+
+def test_plan_without_a_usable_conversation_is_an_error(run_file: Callable[..., Path]) -> None:
+    path = run_file()
+    (path.parent / "corpus.jsonl").write_text('{"messages": []}\n' * 3)
+    text = run("plan", "--config", str(path), status=1).output
+    assert text.startswith("error: run.toml: no conversation can be trained on among the 3 rows read") and "PrepareCorpus" in text
 
 
 def test_plan_before_and_after_the_corpus_is_prepared(run_file: Callable[..., Path]) -> None:

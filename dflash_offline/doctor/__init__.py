@@ -1,0 +1,12 @@
+"""Is this machine fit for the run? Each check says what it found and, where something is amiss, what to do.
+
+``check``      one line of the answer
+``software``   Python, packages, torch's build, driver, NCCL, Triton, compiler, compile cache
+``machine``    GPUs, the target's folder, memory, limits of the shell
+``storage``    disk: kind, space, locks, clock, measured rates
+``scheduler``  luigid
+"""
+
+from dflash_offline.doctor.check import Check, examine
+
+__all__ = ["Check", "examine"]

@@ -1,0 +1,83 @@
+"""The machine: its GPUs, the target's folder, memory, limits of the shell that starts the run."""
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from dflash_offline.config import DEMO_MODEL, RunConfig
+from dflash_offline.doctor.check import Check, wants_gpu
+from dflash_offline.errors import DFlashError
+from dflash_offline.watch.gpus import GpuReader
+from dflash_offline.watch.hosts import available_bytes
+
+_BUSY_BYTES = 1 << 30  # a driver keeps some hundred MB of a GPU that nobody uses
+
+
+def gpus(config: RunConfig) -> Iterator[Check]:
+    from dflash_offline import gpus as devices
+
+    reader = GpuReader()
+    states = reader.read()
+    if not states:
+        yield Check(
+            "GPUs", "fail" if wants_gpu(config) else "ok", reader.note, 'set gpus = "cpu", or mend the driver' if wants_gpu(config) else ""
+        )
+    for state in states:
+        busy = state.used_bytes is not None and state.used_bytes > _BUSY_BYTES
+        advice = "somebody computes on it; a run waits only for GPUs that another run of this project holds" if busy else ""
+        memory = "memory not told"
+        if state.total_bytes is not None and state.used_bytes is not None:
+            memory = f"{state.total_bytes / 2**30:.0f} GiB, {state.used_bytes / 2**30:.1f} in use"
+        used = "" if state.busy is None else f", {state.busy:.0%} busy"
+        yield Check(f"GPU {state.gpu}", "warn" if busy else "ok", f"{state.name}, {memory}{used}", advice)
+    for where, wanted, count in (
+        ("[target] gpus", config.target.gpus, config.target.replicas),
+        ("[train] gpus", config.train.gpus, config.train.ranks),
+        *((f"[[drafters]] {entry['name']}: gpus", entry["gpus"], config.train.ranks) for entry in config.drafters if "gpus" in entry),
+    ):
+        try:
+            found = devices.resolve(wanted, count, where=where)
+            text = "the CPU" if found[0] is None else ", ".join(str(gpu) for gpu in found)
+            yield Check(where, "ok", f"{len(found)} process{'' if len(found) == 1 else 'es'} on {text}")
+        except DFlashError as error:
+            yield Check(where, "fail", str(error), "name other GPUs in the run file")
+
+
+def target(config: RunConfig) -> Iterator[Check]:
+    from dflash_offline import demo, identity
+
+    try:
+        if config.target.model == DEMO_MODEL:
+            yield Check("target", "ok", f"demo model, {demo.find_gguf()}")
+            return
+        folder = identity.target_folder(config)
+        weights = sum(size for size, _ in identity.weights_identity(folder).values())
+        ids = identity.capture_layer_ids(config)
+        yield Check("target", "ok", f"{folder}, {weights / 1e9:.1f} GB of weights, {identity.num_target_layers(config)} layers, taps {ids}")
+    except DFlashError as error:
+        yield Check("target", "fail", str(error), "mend [target] in the run file")
+
+
+def limits(config: RunConfig) -> Iterator[Check]:
+    """What the shell allows (``ulimit -a``): a limit that is met in the middle of a run ends it."""
+    for name, number, enough, remedy in (
+        ("open files", resource.RLIMIT_NOFILE, 1024, "ulimit -n 4096"),
+        ("processes", resource.RLIMIT_NPROC, 1024, "ulimit -u 4096: a container or cluster may count threads too"),
+        ("file size", resource.RLIMIT_FSIZE, None, "ulimit -f unlimited: shards of the store and checkpoints are large"),
+        ("address space", resource.RLIMIT_AS, None, "ulimit -v unlimited: CUDA and memory-mapped files reserve much more than they use"),
+    ):
+        soft, hard = resource.getrlimit(number)
+        fine = soft == resource.RLIM_INFINITY or (enough is not None and soft >= enough)
+        text = "unlimited" if soft == resource.RLIM_INFINITY else f"limit {soft:,}"
+        if not fine and hard != resource.RLIM_INFINITY:
+            text += f" (up to {hard:,})"
+        yield Check(name, "ok" if fine else "warn", text, "" if fine else remedy)
+    yield Check("memory", "ok", f"{available_bytes() / 1e9:.1f} GB available, {len(os.sched_getaffinity(0))} CPU cores")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        size = shutil.disk_usage(shared).total
+        small = size < 1 << 30 and wants_gpu(config)
+        advice = "NCCL shares memory there: start the container with --shm-size=1g or more" if small else ""
+        yield Check("/dev/shm", "warn" if small else "ok", f"{size / 1e9:.1f} GB", advice)

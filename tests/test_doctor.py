@@ -1,0 +1,198 @@
+"""Checks of the machine one by one, with the files and programs they ask; and what manifests record of it."""
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import write_run_file
+
+from dflash_offline.config import RunConfig
+from dflash_offline.doctor import examine, machine, scheduler, software, storage
+from dflash_offline.environment import driver, environment, torch_build
+from dflash_offline.watch.gpus import GpuReader
+
+SMI = """#!/bin/sh
+case "$1" in
+  *driver_version,name*) echo "580.95.05, NVIDIA H200"; echo "580.95.05, NVIDIA H200" ;;
+  *) echo "0, GPU-aa, NVIDIA H200, 97, 70000, 143771"; echo "1, GPU-bb, NVIDIA H200, [N/A], 4, 143771" ;;
+esac
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return RunConfig.load(write_run_file(tmp_path, model=tmp_path / "model", files=[tmp_path / "none.jsonl"]))
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program of that name in the path, which answers for two GPUs; NVML is not asked."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setattr("dflash_offline.watch.gpus._start_nvml", lambda: None)
+    return program
+
+
+def test_everything_asked_for_is_looked_at(config: RunConfig) -> None:
+    names = [check.name for check in examine(config)]
+    assert len(names) == len(set(names))
+    asked = {"python", "torch build", "driver", "cuda", "nccl", "triton", "C compiler", "compile cache", "open files", "processes"}
+    asked |= {"memory", "disk", "file locks", "clock", "disk rate", "luigid", "target"}
+    assert asked <= set(names)
+    assert "GPUs" in names or "GPU 0" in names
+
+
+def test_what_is_amiss_says_what_to_do(tmp_path: Path) -> None:
+    path = write_run_file(tmp_path, model=tmp_path / "model", files=[tmp_path / "none.jsonl"], target={"gpus": [0]}, train={"gpus": [0, 1]})
+    code = "import json, sys; from dflash_offline.doctor import examine; from dflash_offline.config import RunConfig\n"
+    code += "print(json.dumps([[c.name, c.level, c.advice] for c in examine(RunConfig.load(sys.argv[1]))]))"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": "/nonexistent"}
+    found = subprocess.run([sys.executable, "-c", code, str(path)], env=environment, capture_output=True, text=True, timeout=100)
+    checks = {name: (level, advice) for name, level, advice in json.loads(found.stdout)}
+    assert checks["C compiler"] == ("fail", "apt-get install gcc (Triton needs one)")
+    assert checks["[train] gpus"][0] == "fail" and checks["nccl"][0] == "fail"
+    assert all(advice for level, advice in checks.values() if level != "ok")
+
+
+def test_gpus_by_nvidia_smi(nvidia_smi: Path, config: RunConfig) -> None:
+    first, second = GpuReader().read()
+    assert (first.gpu, first.uuid, first.busy, first.used_bytes) == ("0", "GPU-aa", 0.97, 70000 << 20)
+    assert (second.busy, second.total_bytes) == (None, 143771 << 20)
+    checks = {check.name: check for check in machine.gpus(config)}
+    assert checks["GPU 0"].level == "warn" and "140 GiB, 68.4 in use, 97% busy" in checks["GPU 0"].found
+    assert checks["GPU 1"].level == "ok" and "busy" not in checks["GPU 1"].found
+    nvidia_smi.write_text("#!/bin/sh\nexit 9\n")
+    reader = GpuReader()
+    assert reader.read() == [] and reader.note == "nvidia-smi could not be asked (CalledProcessError)"
+    nvidia_smi.unlink()
+    assert reader.read() == []
+
+
+def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr("dflash_offline.watch.gpus._start_nvml", lambda: None)
+    reader = GpuReader()
+    assert reader.read() == [] and "neither NVML nor nvidia-smi" in reader.note
+
+
+@pytest.mark.gpu
+def test_nvml_and_nvidia_smi_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pynvml")
+    by_nvml = GpuReader().read()
+    monkeypatch.setattr("dflash_offline.watch.gpus._start_nvml", lambda: None)
+    by_program = GpuReader().read()
+    assert [(gpu.gpu, gpu.uuid, gpu.name) for gpu in by_nvml] == [(gpu.gpu, gpu.uuid, gpu.name) for gpu in by_program]
+    for one, other in zip(by_nvml, by_program, strict=True):
+        assert one.total_bytes == pytest.approx(other.total_bytes, rel=0.01)
+
+
+def test_driver_from_the_kernel_and_from_nvidia_smi_where_that_is_hidden(tmp_path: Path, nvidia_smi: Path) -> None:
+    kernel = tmp_path / "nvidia"
+    assert driver(kernel) == {"driver": "580.95.05", "gpus": "2 x NVIDIA H200"}
+    kernel.mkdir()
+    (kernel / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.133.20  Sun Mar 30 2025\nGCC version: gcc 12.2.0\n"
+    )
+    for name, model in (("0000:01:00.0", "NVIDIA H200"), ("0000:02:00.0", "NVIDIA H200"), ("0000:03:00.0", "NVIDIA L4")):
+        (kernel / "gpus" / name).mkdir(parents=True)
+        (kernel / "gpus" / name / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 42\n")
+    driver.cache_clear()
+    assert driver(kernel) == {"driver": "570.133.20", "gpus": "2 x NVIDIA H200, 1 x NVIDIA L4"}
+    driver.cache_clear()
+
+
+def test_the_build_of_torch_is_recorded_beside_its_version() -> None:
+    import torch
+
+    found = torch_build()
+    assert found["torch"] == torch.__version__ and found["torch_git"] == torch.version.git_version
+    assert found.get("cuda") == torch.version.cuda
+    assert found.items() <= environment().items()
+
+
+def test_limits_of_the_shell(config: RunConfig) -> None:
+    assert {check.level for check in machine.limits(config)} <= {"ok", "warn"}
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 40, 1 << 40))\n"
+    code += "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+    code += "from dflash_offline.config import RunConfig; from dflash_offline.doctor import machine\n"
+    code += "print([(c.name, c.advice) for c in machine.limits(RunConfig.load(sys.argv[1])) if c.level == 'warn'])"
+    found = subprocess.run([sys.executable, "-c", code, str(config.source)], capture_output=True, text=True, timeout=60)
+    assert "('open files', 'ulimit -n 4096')" in found.stdout and "('file size', 'ulimit -f unlimited" in found.stdout, found.stderr
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_compile_cache_that_is_not_writable_or_empty_or_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "k.so").touch()
+    assert "1 compiled files" in software._cache("compile cache", tmp_path).found
+    assert "empty: the first run compiles" in software._cache("compile cache", tmp_path / "new").found
+    assert software._cache("compile cache", Path("/proc/sys/absent")).level in ("warn", "fail")
+
+
+@pytest.mark.parametrize(
+    ("name", "rotational", "kind"),
+    [("nvme0n1", "0", ", NVMe"), ("sda", "1", ", spinning disk"), ("sdb", "0", ", SSD"), ("vda", "1", ", virtual disk")],
+)
+def test_kind_of_a_disk_and_of_its_partition(tmp_path: Path, name: str, rotational: str, kind: str) -> None:
+    number = tmp_path.stat().st_dev
+    disk, links = tmp_path / "devices" / name, tmp_path / "block"
+    (disk / "queue").mkdir(parents=True)
+    (disk / "part1").mkdir()
+    (disk / "queue" / "rotational").write_text(rotational + "\n")
+    links.mkdir()
+    for device in (disk, disk / "part1"):
+        link = links / f"{os.major(number)}:{os.minor(number)}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(device)
+        assert storage.device_kind(tmp_path, system=links) == kind
+    assert storage.device_kind(tmp_path, system=tmp_path / "absent") == ""
+
+
+def test_clocks_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert storage.clock(tmp_path / "probe").level == "ok"
+    import time
+
+    now = time.time()
+    monkeypatch.setattr(storage.time, "time", lambda: now + 90)
+    found = storage.clock(tmp_path / "probe")
+    assert found.level == "warn" and found.found.startswith("90.") and "NTP" in found.advice
+
+
+@pytest.mark.parametrize("named", ["host", "url"])
+def test_a_luigid_that_the_configuration_names_must_answer(
+    named: str, tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch, reach: Callable[[RunConfig, Path], list[str]]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        lines = [f"default_scheduler_url = http://127.0.0.1:{port}/"]
+        if named == "host":
+            lines = ["default_scheduler_host = 127.0.0.1", f"default_scheduler_port = {port}"]
+        (tmp_path / "luigi.cfg").write_text("\n".join(["[core]", *lines]))
+        assert reach(config, tmp_path) == ["ok", f"answers on 127.0.0.1:{port}"]
+    assert reach(config, tmp_path) == ["fail", f"none on 127.0.0.1:{port}"]
+
+
+@pytest.fixture
+def reach() -> Callable[[RunConfig, Path], list[str]]:
+    """What the check says in a folder with a luigi.cfg; Luigi reads that once a process."""
+
+    def check(config: RunConfig, folder: Path) -> list[str]:
+        code = "import sys; from dflash_offline.config import RunConfig; from dflash_offline.doctor.scheduler import luigid\n"
+        code += "(c,) = luigid(RunConfig.load(sys.argv[1])); print(c.level, c.found, sep='|')"
+        found = subprocess.run([sys.executable, "-c", code, str(config.source)], cwd=folder, capture_output=True, text=True, timeout=60)
+        return found.stdout.strip().split("|")
+
+    return check
+
+
+def test_without_luigid_the_local_scheduler_is_fine(config: RunConfig) -> None:
+    (check,) = scheduler.luigid(config)
+    assert check.level == "ok"
