@@ -7,6 +7,7 @@ What a run is
     ``keys``        content key of each stage: what is in it      ``identity``  digests that the keys are made of
     ``layout``      every path under the root, named once         ``manifest``  whole-file writes; the mark of completion
     ``errors``      every error a user can mend, as a tree        ``fields``    the run file's fields and faults in words
+    ``precision``   the precisions it names, in torch
     ``inputs``      files, globs, standard input, data sets       ``reference`` run file and reference page made from the model
 
 Phase 1: conversations -> hidden states
@@ -34,6 +35,7 @@ What comes out
 How it runs
     ``stage``       the common start of a stage's process    ``processes``  start, follow and stop them; none is left over
     ``progress``    progress files and the status line       ``gpus``       which GPU is whose
+    ``watch``       bars on a terminal, GPUs, other hosts    ``environment``  what made a result, for its manifest
     ``cli``         the command ``dflash-offline``, and what is behind it:
     ``doctor``      is this machine fit                      ``estimate``   what a run will cost
     ``smoke``       a run file on a few conversations        ``status``     where a run stands
