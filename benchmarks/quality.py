@@ -152,7 +152,10 @@ class Bench:
         ]
         result = {"steps": manifest["steps"], "tokens": manifest["tokens"], "train_s": manifest["seconds"]}
         result |= {"heldout_acc": curve[-1]["acc"] if curve else None, "curve": curve}
-        result |= {name: getattr(config.train, name) for name in ("epochs", "anchors", "loss", "lr", "schedule", "ema", "noise")}
+        result |= {
+            name: getattr(config.train, name)
+            for name in ("epochs", "anchors", "loss", "lr", "schedule", "ema", "noise", "kl_weight", "weight_decay")
+        }
         result |= {"tokens_per_batch": config.train.tokens_per_batch}
         shape = DrafterShape.from_dict(read_json(folder / "drafter" / "shape.json"))
         self.release()

@@ -1,0 +1,153 @@
+"""What ``quality.py`` found, as a page: docs/quality.md with its plot docs/quality.svg.
+
+    python benchmarks/quality_page.py            # from benchmarks/results/quality_h200.json
+
+Every figure of the page is read from that file; run it again after each measurement.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CODECS = ("bf16", "lossless", "int8", "int6", "int4")
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)] + [""]
+
+
+def interval(values: list[float] | None) -> str:
+    return "-" if values is None else f"{values[0]:.3f} to {values[1]:.3f}"
+
+
+def percent(ratio: float) -> str:
+    return f"{ratio - 1:+.1%}"
+
+
+def acceptance(arms: dict[str, Any], comparisons: dict[str, Any]) -> list[str]:
+    """Every set: both arms of equal steps, and what they differ by."""
+    ours, peer = arms["equal"], arms["specforge"]
+    lines = ["## Equal steps and tokens", ""]
+    rows = []
+    for name, theirs in peer["acceptance_length"].items():
+        found = comparisons[name]
+        mine = f"{ours['acceptance_length'][name]:.3f} ({interval(ours['interval'][name])})"
+        against = f"{theirs:.3f} ({interval(peer['interval'][name])})"
+        rows.append([name, str(ours["prompts"][name]), mine, against, f"{percent(found['ratio'])} ({interval(found['interval'])})"])
+    lines += table(["set", "prompts", "this project", "SpecForge 0.2.0", "ours over theirs"], rows)
+    lines += [
+        f"{peer['steps']:,} steps over {peer['tokens']:,} context tokens, {peer['anchors']} anchors a conversation, peak learning rate "
+        f"{peer['lr']:g}, the same micro-batches. Training took {ours['train_s']:.0f} s here and {peer['train_s']:.0f} s there; "
+        f"accuracy on held-out conversations is {ours['heldout_acc']:.3f} and {peer['heldout_acc']:.3f}.",
+        "",
+    ]
+    return lines
+
+
+def equal_time(arms: dict[str, Any], comparisons: dict[str, Any]) -> list[str]:
+    peer = arms["specforge"]
+    lines = ["## Equal training seconds", ""]
+    names = list(peer["acceptance_length"])
+    rows = [["SpecForge 0.2.0", f"{peer['train_s']:.0f}", f"{peer['steps']:,}", *[f"{peer['acceptance_length'][n]:.3f}" for n in names]]]
+    rows[0] += [f"{peer['mean_acceptance_length']:.3f}", "-"]
+    for name, found in comparisons.items():
+        arm = arms[name]
+        row = [f"`{name}`", f"{arm['train_s']:.0f}", f"{arm['steps']:,}", *[f"{arm['acceptance_length'][n]:.3f}" for n in names]]
+        rows.append([*row, f"{arm['mean_acceptance_length']:.3f}", f"{percent(found['ratio'])} ({interval(found['interval'])})"])
+    lines += table(["recipe", "seconds", "steps", *names, "mean", "over SpecForge"], rows)
+    for name in comparisons:
+        arm = arms[name]
+        extras = [f"EMA {arm['ema']}"] * bool(arm["ema"]) + [f"KL {arm.get('kl_weight')}"] * bool(arm.get("kl_weight"))
+        words = [f"{arm['epochs']} epochs", f"{arm['anchors']} anchors", f"loss {arm['loss']}", f"schedule {arm['schedule']}", *extras]
+        lines.append(f"- `{name}`: {', '.join(words)}, peak learning rate {arm['lr']:g}, {arm['tokens_per_batch']:,} context tokens a step")
+    return [*lines, ""]
+
+
+def codec_table(codecs: dict[str, Any]) -> list[str]:
+    """Acceptance length and bytes a token of every codec."""
+    rows = [
+        [name, f"{found['bytes_per_token']:,.0f}", f"{found['acceptance_length']:.3f}", f"{found['heldout_acc']:.4f}"]
+        for name in CODECS
+        if (found := codecs.get(name))
+    ]
+    return table(["codec", "bytes a token", "acceptance length", "held-out accuracy"], rows)
+
+
+def replay(arms: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, arm in arms.items():
+        if arm.get("simulated_tau") is None:
+            continue
+        seen, common = arm["tau_rows"], arm["tau_rows"]["common"]
+        row = [name, str(seen["reproduced"]), f"{arm['simulated_tau']:.3f}", f"{arm['real_tau']:.3f}", f"{arm['tau_difference']:.1%}"]
+        rows.append([*row, f"{common['replay']:.3f}", f"{common['loop']:.3f}", f"{common['difference']:.1%}"])
+    head = ["drafter", "answers", "tau_replay", "real loop", "apart", "tau_replay, to the first other token", "real loop", "apart"]
+    return table(head, rows)
+
+
+def page(result: dict[str, Any]) -> str:
+    """The page as Markdown."""
+    arms = result["arms"]
+    lines = [
+        "# Do the drafters accept?",
+        "",
+        f"Target SmolLM2-135M-Instruct, its own answers to 11,836 prompts, {result['device']}. Both projects train from the same store and "
+        "are decoded by the same loop, greedily. Acceptance length: emitted tokens per verify step, pooled over a set, with the 95 % "
+        "interval when prompts are drawn anew. Written by `benchmarks/quality_page.py` from `benchmarks/results/quality_h200.json`.",
+        "",
+    ]
+    if "equal_over_specforge" in result:
+        lines += acceptance(arms, result["equal_over_specforge"])
+    if "equal_time_over_specforge" in result:
+        lines += equal_time(arms, result["equal_time_over_specforge"])
+    if codecs := result.get("codecs"):
+        steps = next(iter(codecs.values()))["steps"]
+        lines += ["## Codecs of the store", "", f"A short run of {steps:,} steps each, the same rows and seed, mean of the sets.", ""]
+        lines += codec_table(codecs)
+    lines += ["## tau_replay and the real loop", "", "On held-out answers that the target writes again, token by token.", "", *replay(arms)]
+    if curves(arms):
+        lines += ["## Learning curve", "", "![acceptance length against context tokens trained](quality.svg)", ""]
+    return "\n".join(lines)
+
+
+def curves(arms: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    found = {name: [point for point in arm.get("curve", []) if point["tokens"] and point["tau_replay"]] for name, arm in arms.items()}
+    return {name: points for name, points in found.items() if len(points) > 1 and not name.startswith("codec-")}
+
+
+def plot(arms: dict[str, Any]) -> str:
+    """Acceptance on held-out conversations against context tokens trained, an SVG element."""
+    from matplotlib.figure import Figure
+
+    from dflash_offline.report.plots import to_svg
+
+    figure = Figure(figsize=(7.0, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    for name, points in curves(arms).items():
+        tokens = [point["tokens"] / 1e6 for point in points]
+        low, high = ([(point["tau_replay_interval"] or [point["tau_replay"]] * 2)[end] for point in points] for end in (0, 1))
+        (line,) = axes.plot(tokens, [point["tau_replay"] for point in points], marker="o", markersize=3, linewidth=1.4, label=name)
+        axes.fill_between(tokens, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes.set_xlabel("context tokens trained, millions")
+    axes.set_ylabel("acceptance length (tau_replay)")
+    axes.grid(visible=True, linewidth=0.4, alpha=0.5)
+    axes.legend(frameon=False)
+    return to_svg(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "quality_h200.json")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    options = parser.parse_args()
+    result = json.loads(options.results.read_text(encoding="utf-8"))
+    (options.docs / "quality.md").write_text(page(result), encoding="utf-8")
+    if curves(result["arms"]):
+        (options.docs / "quality.svg").write_text(plot(result["arms"]) + "\n", encoding="utf-8")
+    print("\n".join(codec_table(result.get("codecs", {}))))
+
+
+if __name__ == "__main__":
+    main()
