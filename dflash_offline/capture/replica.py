@@ -26,12 +26,12 @@ from dflash_offline.errors import StoreBusyError, TargetError
 from dflash_offline.layout import Layout
 from dflash_offline.leases import EXPIRES_S, Lease, Leases
 from dflash_offline.plan import CapturePlan, PlannedPart
+from dflash_offline.precision import DTYPES
 from dflash_offline.progress import Progress
 from dflash_offline.store import PartWriter, committed_parts, create_or_open
 
 BACKLOG_BATCHES = 3  # a batch of 16,384 tokens of an 8B target is 0.7 GB of taps
 OPEN_PARTS = 2  # the next part starts while the last one is still being written
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Replica:
@@ -243,7 +243,7 @@ class Replica:
         self._facts = target.facts(folder, config.trust_remote_code)
         self.target = target.load_target(
             folder,
-            dtype=_DTYPES[config.dtype],
+            dtype=DTYPES[config.dtype],
             device=device,
             attention=config.attention,
             layer_ids=self.layer_ids,

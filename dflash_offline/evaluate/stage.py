@@ -20,11 +20,11 @@ from dflash_offline.export.reading import read_drafter
 from dflash_offline.export.stage import load_trained, renew_cards
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import read_json, write_json, write_manifest
+from dflash_offline.precision import DTYPES
 from dflash_offline.progress import Progress
 from dflash_offline.target import facts, load_tokenizer
 
 RESULTS = "results.json"
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def precision(config: RunConfig, device: torch.device) -> torch.dtype:

@@ -20,6 +20,7 @@ from dflash_offline.corpus.schema import RowRejected
 from dflash_offline.corpus.template import THINKING, ChatTemplate, load_template
 from dflash_offline.errors import RegenerateError
 from dflash_offline.evaluate.rows import supports
+from dflash_offline.precision import DTYPES
 from dflash_offline.progress import Progress
 from dflash_offline.regenerate.decoding import TOLERANCE, Drawing, RowDecoder, check_rows
 from dflash_offline.regenerate.generating import generate
@@ -31,7 +32,6 @@ GPU_SHARE = 0.8  # of the memory that is free once the target is loaded
 CPU_BYTES = 2 << 30
 LOGITS_BYTES = 16  # of an entry, over all copies that choosing a token makes
 WAIT_S = 0.2
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass
@@ -252,7 +252,7 @@ def run_target(config: RunConfig, work: Work, progress: Progress) -> None:
     work.by |= {"device": name, "dtype": config.target.dtype}
     if supports(model):
         distance, token_bytes = _check(model, speaker, attention=config.target.attention)
-        if distance <= TOLERANCE[_DTYPES[config.target.dtype]]:
+        if distance <= TOLERANCE[DTYPES[config.target.dtype]]:
             progress.say(
                 f"Loaded and checked in {time.monotonic() - began:.1f} s: logits are at most {distance:.2g} deviations from the model's own"
             )
@@ -267,7 +267,7 @@ def _load(config: RunConfig, folder: Path, device: torch.device) -> Any:
     section = config.target
     loaded = target.load_target(
         folder,
-        dtype=_DTYPES[section.dtype],
+        dtype=DTYPES[section.dtype],
         device=device,
         attention=section.attention,
         layer_ids=[],

@@ -12,7 +12,6 @@ One process at a time writes a part (a lock on ``.part-00012.lock``); a shard ha
 """
 
 import contextlib
-import errno
 import fcntl
 import os
 from collections import deque
@@ -363,7 +362,7 @@ class PartWriter:
         try:
             yield
         except (OSError, StoreFullError) as error:
-            if isinstance(error, StoreFullError) or error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if isinstance(error, StoreFullError) or manifest.disk_is_full(error):
                 finished = self.journal.tokens if hasattr(self, "journal") else 0
                 needed = (self.shape.num_tokens - finished) * self.codec.token_bytes
                 raise StoreFullError(

@@ -22,12 +22,11 @@ from dflash_offline.layout import Layout
 from dflash_offline.manifest import digest
 from dflash_offline.objective import FrozenHead, Objective
 from dflash_offline.optimizer import AdamW, Weights
+from dflash_offline.precision import DTYPES
 from dflash_offline.store import HiddenStateStore
 from dflash_offline.target import Ending, load_embedding_and_head, load_ending
 from dflash_offline.train.partial import Partial
 from dflash_offline.train.ranks import Ranks
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass
