@@ -1,5 +1,6 @@
 """Training on GPUs: compiled block-sparse attention in bf16, and two ranks over NCCL."""
 
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_losses_follow_those_of_the_cpu(on_cpu: Path, tmp_path: Path, inputs: Pa
     run_file = runs.make_run(tmp_path, inputs, model=model, train=TRAIN | {"attention": attention, "noise": 0.0})
     with runs.RankProcesses(run_file) as rank:
         ((status, out, err),) = rank.output(300)
-    assert status == 0 and "not compiled before" not in out, (out, err)
+    assert status == 0 and "compiled after warm-up" not in out, (out, err)
     here, there = runs.losses(run_file), runs.losses(on_cpu)
     assert len(here) == len(there)
     # initial weights are drawn on the device, so they differ from the CPU's: the curves are alike, not equal
@@ -136,15 +137,43 @@ def test_sigterm_stops_after_the_step(tmp_path: Path, inputs: Path, model: Path)
     assert status == 143 and "stopped at step" in out, (out, err)
 
 
-def test_two_ranks_over_nccl_follow_one(on_cpu: Path, tmp_path: Path, inputs: Path, model: Path) -> None:
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp"])
+def test_two_ranks_over_nccl_follow_one(on_cpu: Path, tmp_path: Path, inputs: Path, model: Path, fsdp: bool) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     one = runs.make_run(tmp_path / "one", inputs, model=model, train=TRAIN)
-    two = runs.make_run(tmp_path / "two", inputs, model=model, train=TRAIN | {"gpus": [0, 1]})
+    two = runs.make_run(tmp_path / "two", inputs, model=model, train=TRAIN | {"gpus": [0, 1], "fsdp": fsdp})
     with runs.RankProcesses(one) as rank:
         assert rank.output(300)[0][0] == 0
     with runs.RankProcesses(two, two) as ranks:
         finished = ranks.output(300)
     assert [status for status, _, _ in finished] == [0, 0], finished
+    assert ("divided among 2 ranks" in finished[0][1]) == fsdp
     for (step, loss, _), (other_step, other, _) in zip(runs.losses(one), runs.losses(two), strict=True):
         assert step == other_step and loss == pytest.approx(other, rel=5e-3)
+
+
+def test_a_killed_rank_ends_the_other_over_nccl(tmp_path: Path, inputs: Path, model: Path) -> None:
+    """A collective of GPUs never ends by itself when a rank is gone: the other one hears of it beside NCCL."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run_file = runs.make_run(tmp_path, inputs, model=model, train=TRAIN | {"gpus": [0, 1], "epochs": 5000, "checkpoint_every": 100000})
+    with runs.RankProcesses(run_file, run_file) as ranks:
+        ranks.wait_for_step(6, timeout_s=200)
+        ranks.processes[1].kill()
+        (status, _, err), (killed, _, _) = ranks.output(30)
+    assert killed == -signal.SIGKILL and status == 1
+    assert re.search(r"^error: rank 0 of 2: (rank 1 ended before its time|lost contact with rank 1)", err, re.MULTILINE), err
+
+
+def test_training_towards_the_targets_distribution(tmp_path: Path, model: Path, conversations: list[dict[str, Any]]) -> None:
+    inputs = runs.make_inputs(tmp_path / "inputs", model=model, conversations=conversations, last_hidden=True)
+    kl, section = TRAIN | {"kl_weight": 0.5, "noise": 0.0}, {"codec": "lossless", "store_last_hidden": True}
+    gpu = runs.make_run(tmp_path / "gpu", inputs, model=model, train=kl, store=section)
+    cpu = runs.make_run(tmp_path / "cpu", inputs, model=model, train=kl | {"gpus": "cpu", "dtype": "float32"}, store=section)
+    for run_file in (gpu, cpu):
+        with runs.RankProcesses(run_file) as rank:
+            ((status, out, err),) = rank.output(300)
+        assert status == 0 and "compiled after warm-up" not in out, (out, err)
+    here, there = runs.losses(gpu), runs.losses(cpu)
+    assert here[0][1] == pytest.approx(there[0][1], rel=0.05) and here[-1][1] == pytest.approx(there[-1][1], rel=0.1)
