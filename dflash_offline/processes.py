@@ -82,7 +82,8 @@ class Running:
         self._group_ended = False
 
     def _environment(self) -> dict[str, str]:
-        threads = max(1, len(os.sched_getaffinity(0)) // self.job.peers)
+        # on a GPU only small things are left for the CPU, and each of a dozen reader threads would get a team of its own
+        threads = 1 if self.job.gpu else max(1, len(os.sched_getaffinity(0)) // self.job.peers)
         return {
             "OMP_NUM_THREADS": str(threads),  # unless the user has set it: torch would start a thread per core in each process
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # number GPUs as nvidia-smi does

@@ -78,14 +78,15 @@ class Setup:
 def choose_device(config: RunConfig, ranks: Ranks) -> torch.device:
     """This rank's device: the GPU of its LOCAL_RANK among the visible ones (the supervisor shows each rank one), or the CPU.
 
-    On a CPU the cores are shared out among the ranks, unless OMP_NUM_THREADS says otherwise.
+    On a CPU the cores are shared out among the ranks; on a GPU PyTorch gets one thread, as the reader has threads of its
+    own and each would start a team. OMP_NUM_THREADS overrides both.
 
     Raises:
         TrainError: the run file asks for GPUs and none is visible.
     """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.size) if config.train.gpus == "cpu" else 1)
     if config.train.gpus == "cpu":
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.size))
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise TrainError(f'[train] gpus = {config.train.gpus}, but this process sees no GPU; set gpus = "cpu" to train without one')
