@@ -6,13 +6,14 @@ Hosts are processes of this machine that are told another host name.
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import training_runs as runs
@@ -246,22 +247,36 @@ def test_gpus_of_this_host(tmp_path: Path) -> None:
     assert config.on_host("other2").train.gpus == [5, 6, 7]
 
 
+class TwoNodes:
+    """A run file for two nodes, and the command on each of them. A node has a current folder of its own: Luigi's lock is in it."""
+
+    hosts = ("node-a.cluster", "node-b")
+    store: ClassVar = {"part_bytes": 150_000, "shard_bytes": 60_000}
+
+    def __init__(self, folder: Path, model: Path, rows: list[dict[str, Any]], **train: Any) -> None:
+        self.folder, self.shared, self.started = folder, folder / "shared", 0
+        self.shared.mkdir()
+        corpus = self.shared / "corpus.jsonl"
+        corpus.write_text("".join(json.dumps(row) + "\n" for row in rows[:16]), encoding="utf-8")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        nodes = {"nodes": ["node-a", "node-b.cluster"], "master_address": "127.0.0.1", "master_port": self.port}
+        self.run_file = write_run_file(self.shared, model=model, files=[corpus], corpus=runs.CORPUS, store=self.store, train=train | nodes)
+
+    def start(self) -> "list[subprocess.Popen[str]]":
+        self.started += 1
+        folders = {host: self.folder / f"{host}-{self.started}" for host in self.hosts}
+        for folder in folders.values():
+            folder.mkdir()
+        return [command(folder, "TrainDrafter", config=self.run_file, host=host) for host, folder in folders.items()]
+
+
 def test_two_hosts_capture_and_train_one_drafter_together(tmp_path: Path, tiny_target: Path, conversations: list[dict[str, Any]]) -> None:
-    both = tmp_path / "both"
-    both.mkdir()
-    (both / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in conversations[:16]), encoding="utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     train = {"epochs": 2, "micro_batches_per_step": 3}
-    nodes = {"nodes": ["node-a", "node-b.cluster"], "master_address": "127.0.0.1", "master_port": port}
-    store = {"part_bytes": 150_000, "shard_bytes": 60_000}
-    path = write_run_file(both, model=tiny_target, files=[both / "corpus.jsonl"], corpus=runs.CORPUS, store=store, train=train | nodes)
-    hosts = []
-    for host in ("node-a.cluster", "node-b"):
-        folder = tmp_path / host
-        folder.mkdir()
-        hosts.append(command(folder, "TrainDrafter", config=path, host=host))
+    nodes = TwoNodes(tmp_path, tiny_target, conversations, **train)
+    both, path, port, store = nodes.shared, nodes.run_file, nodes.port, nodes.store
+    hosts = nodes.start()
     outputs = [process.communicate(timeout=300)[0] for process in hosts]
     assert [process.returncode for process in hosts] == [0, 0], "\n".join(outputs)
     a, b = outputs
@@ -278,6 +293,27 @@ def test_two_hosts_capture_and_train_one_drafter_together(tmp_path: Path, tiny_t
     assert len(runs.losses(alone)) > 3
     for (step, loss, norm), (other_step, other_loss, other_norm) in zip(runs.losses(path), runs.losses(alone), strict=True):
         assert step == other_step and loss == pytest.approx(other_loss, rel=2e-5) and norm == pytest.approx(other_norm, rel=2e-4)
+
+
+@pytest.mark.long
+def test_a_lost_node_ends_the_others_and_both_go_on_together(
+    tmp_path: Path, tiny_target: Path, conversations: list[dict[str, Any]]
+) -> None:
+    nodes = TwoNodes(tmp_path, tiny_target, conversations, epochs=60, checkpoint_every=5)
+    first, second = nodes.start()
+    end = time.monotonic() + 240
+    while not any(row["step"] >= 20 for row in runs.metrics(nodes.run_file)):
+        assert first.poll() is None and second.poll() is None and time.monotonic() < end, [first.communicate()[0], second.communicate()[0]]
+        time.sleep(0.05)
+    os.killpg(second.pid, signal.SIGKILL)
+    second.communicate(timeout=60)
+    output = first.communicate(timeout=60)[0]
+    assert first.returncode == 30
+    assert re.search(r"^luigi: error: TrainDrafter: train-0 failed: rank 0 of 2: lost contact with ", output.splitlines()[-1])
+    again = nodes.start()
+    done = [process.communicate(timeout=300)[0] for process in again]
+    assert [process.returncode for process in again] == [0, 0], "\n".join(done)
+    assert re.search(r"^train-0: resuming at step \d+ of", done[0], flags=re.MULTILINE)
 
 
 @pytest.mark.long

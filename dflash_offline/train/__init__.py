@@ -94,6 +94,7 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
         if ranks.first:
             output.write(setup, ranks, final)
             progress.say(f"drafter written to {setup.folder / 'drafter'}")
+        ranks.gather(None)  # the others end once the drafter is there, or fail with the rank that should write it
     except SystemExit:
         ranks.leave(in_order=True)  # asked to stop: all ranks, after the same step
         raise
