@@ -18,7 +18,7 @@ from torch import nn
 from dflash_offline.buckets import buckets_of
 from dflash_offline.corpus import CorpusRow, row_hash
 from dflash_offline.identity import default_layer_ids
-from dflash_offline.plan import PlannedPart
+from dflash_offline.plan import PlannedPart, plan_parts
 from dflash_offline.target import Target
 from dflash_offline.target.load import truncated
 
@@ -146,6 +146,20 @@ def make_target(config: Any, device: torch.device, dtype: torch.dtype) -> Target
     ids = default_layer_ids(config.num_hidden_layers, TAPS)
     model = build(truncated(Qwen3Model, max(ids) + 1, Path("random")), config, device, dtype)
     return Target(model, layers=model.layers, layer_ids=ids, num_layers=config.num_hidden_layers, device=device, dtype=dtype)
+
+
+def plan(rows: Rows, *, budget: int, packed: bool, token_bytes: float) -> list[PlannedPart]:
+    """Parts as a real plan would cut them."""
+    return plan_parts(
+        np.arange(len(rows.ids)),
+        rows.lengths,
+        rows.buckets,
+        tokens_per_batch=budget,
+        tokens_per_part=int(2e9 / token_bytes),
+        min_parts=2,
+        first_number=0,
+        packed=packed,
+    )
 
 
 def padded(rows: Rows, batch: list[int], device: torch.device) -> torch.Tensor:

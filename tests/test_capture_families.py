@@ -4,6 +4,7 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from dflash_offline.config.target import TargetConfig
 from dflash_offline.progress import Progress
 from dflash_offline.store import HiddenStateStore
 from dflash_offline.target import Target, facts, packing_obstacle
+from dflash_offline.target.packed import obstacle
 
 LENGTHS = [30, 29, 21, 20, 20, 17, 13, 12, 9, 8, 8, 7, 5, 4, 3, 3, 2, 2, 2, 1]
 PACKED = {"llama", "llama-tied", "qwen2", "qwen3", "mistral-window", "gemma3-text", "qwen3-moe", "qwen3-vl", "gemma3"}
@@ -77,6 +79,22 @@ def test_what_cannot_be_packed_is_found_out_even_if_it_is_asked_for(family: str,
     forwarder = Forwarder(target, packed=True, compile_layers=False, is_hybrid=known.is_hybrid, vocab_size=V, say=said.append)
     assert not forwarder.packs and said[0].startswith("rows are padded, not packed: ")
     assert_equal(captured(forwarder, 7), plain_rows(target), 2e-5)
+
+
+def test_what_speaks_against_packing_is_named() -> None:
+    from transformers import LlamaConfig
+
+    def found(*, dtype: str = "bfloat16", on_gpu: bool = True, attention: str = "sdpa", **changes: Any) -> str | None:
+        return obstacle(LlamaConfig(**({"head_dim": 64} | changes)), attention=attention, dtype=dtype, on_gpu=on_gpu)
+
+    assert found() is None and found(dtype="float32", on_gpu=False) is None
+    assert "float32 on a GPU" in found(dtype="float32")
+    assert "eager" in found(attention="eager")
+    assert "300 channels" in found(head_dim=300) and found(head_dim=300, on_gpu=False) is None
+    assert "longest row" in found(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    assert "chunks" in found(attention_chunk_size=64)
+    assert "not causal" in found(use_bidirectional_attention=True)
+    assert "compressed" in found(kv_lora_rank=8)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mistral-window", "qwen3.5-text", "gemma2"])

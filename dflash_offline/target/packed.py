@@ -62,6 +62,7 @@ def obstacle(text: Any, *, attention: str, dtype: str, on_gpu: bool) -> str | No
     get = functools.partial(getattr, text)
     kinds = {str(kind) for kind in get("layer_types", None) or ()}
     heads = get("num_attention_heads", None) or 1
+    rope = get("rope_parameters", None) or {}
     head_dim = get("head_dim", None) or (get("hidden_size", None) or 0) // heads
     checks = {
         f'[target] attention = "{attention}" packs nothing': attention != "sdpa",
@@ -69,6 +70,7 @@ def obstacle(text: Any, *, attention: str, dtype: str, on_gpu: bool) -> str | No
         "its layers carry a state over tokens": is_hybrid(text),
         f"it has layers of kind {', '.join(sorted(kinds - _KINDS))}": bool(kinds - _KINDS),
         "its attention has a soft cap": bool(get("attn_logit_softcapping", None)),
+        "its rotary embedding depends on the longest row of a batch": rope.get("rope_type") in ("dynamic", "longrope"),
         "its attention works in chunks": bool(get("attention_chunk_size", None)),
         "its keys and values are compressed": bool(get("kv_lora_rank", None)),
         "its attention is not causal": not get("is_causal", True) or bool(get("use_bidirectional_attention", None)),
