@@ -66,6 +66,16 @@ def _load_keys(base, keys, count, head, G: tl.constexpr, D: tl.constexpr, DP: tl
 
 
 @triton.jit
+def _load_tile(
+    base, tile, count, head, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr
+):
+    """[K, DP]: a tile of context keys or values, by the bulk copy engine where ``base`` is a tensor descriptor."""
+    if TMA:
+        return base.load([tile * K, head * D])
+    return _load_keys(base, tile * K + tl.arange(0, K), count, head, G, D, DP, CHECK)
+
+
+@triton.jit
 def _own_block(rows, slots, B: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr):
     """Which slot each row sees of its own block. ``rows`` and ``slots`` broadcast."""
     seen = rows // (B * P) == slots // B
@@ -93,7 +103,7 @@ def _softmax_step(query, key, value, seen, total, highest, out, scale, MASKED: t
 def forward_kernel(
     query, context_key, context_value, block_key, block_value, out, normaliser, start, end, num_rows, num_context, scale,
     A: tl.constexpr, P: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    M: tl.constexpr, K: tl.constexpr, OWN_KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr, OWN_KEYS: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, G); the last row tiles, which read most, go first."""
     G: tl.constexpr = A // P
@@ -121,14 +131,13 @@ def forward_kernel(
     for index in range(first, last - (whole_end - whole)):
         tile = tl.where(index < whole, index, index + whole_end - whole)
         keys = tile * K + tl.arange(0, K)
-        key = _load_keys(context_key, keys, num_context, head, G, D, DP, True)
-        value = _load_keys(context_value, keys, num_context, head, G, D, DP, True)
+        key = _load_tile(context_key, tile, num_context, head, G, D, DP, K, True, TMA)
+        value = _load_tile(context_value, tile, num_context, head, G, D, DP, K, True, TMA)
         seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
         total, highest, acc = _softmax_step(q, key, value, seen, total, highest, acc, scale, True)
     for tile in range(whole, whole_end):
-        keys = tile * K + tl.arange(0, K)
-        key = _load_keys(context_key, keys, num_context, head, G, D, DP, False)
-        value = _load_keys(context_value, keys, num_context, head, G, D, DP, False)
+        key = _load_tile(context_key, tile, num_context, head, G, D, DP, K, False, TMA)
+        value = _load_tile(context_value, tile, num_context, head, G, D, DP, K, False, TMA)
         total, highest, acc = _softmax_step(q, key, value, own_seen, total, highest, acc, scale, False)
 
     columns = tl.arange(0, DP)
@@ -152,7 +161,7 @@ def query_gradient_kernel(
     query, context_key, context_value, block_key, block_value, out, gradient, normaliser, delta, by_query, start, end,
     num_rows, num_context, scale,
     A: tl.constexpr, P: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    M: tl.constexpr, K: tl.constexpr, OWN_KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr, OWN_KEYS: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Grid and tiles of the forward kernel. Also writes ``delta``, which the key/value gradient needs."""
     G: tl.constexpr = A // P
@@ -181,14 +190,13 @@ def query_gradient_kernel(
     for index in range(first, last - (whole_end - whole)):
         tile = tl.where(index < whole, index, index + whole_end - whole)
         keys = tile * K + tl.arange(0, K)
-        key = _load_keys(context_key, keys, num_context, head, G, D, DP, True)
-        value = _load_keys(context_value, keys, num_context, head, G, D, DP, True)
+        key = _load_tile(context_key, tile, num_context, head, G, D, DP, K, True, TMA)
+        value = _load_tile(context_value, tile, num_context, head, G, D, DP, K, True, TMA)
         seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
         acc = _query_step(q, do, key, value, seen, norm, row_delta, acc, log_scale, True)
     for tile in range(whole, whole_end):
-        keys = tile * K + tl.arange(0, K)
-        key = _load_keys(context_key, keys, num_context, head, G, D, DP, False)
-        value = _load_keys(context_value, keys, num_context, head, G, D, DP, False)
+        key = _load_tile(context_key, tile, num_context, head, G, D, DP, K, False, TMA)
+        value = _load_tile(context_value, tile, num_context, head, G, D, DP, K, False, TMA)
         acc = _query_step(q, do, key, value, own_seen, norm, row_delta, acc, log_scale, False)
 
     columns = tl.arange(0, DP)

@@ -110,6 +110,24 @@ def _sizes(query: Tensor, keys: Tensor, block_size: int) -> dict[str, int]:
     return {"A": heads, "P": heads // keys.shape[1], "B": block_size, "D": width, "DP": max(16, 1 << (width - 1).bit_length())}
 
 
+@functools.cache
+def has_bulk_copies(device: torch.device) -> bool:
+    """Whether a GPU copies tiles by itself (Hopper and later), without threads that compute addresses."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def context_tiles(states: Sequence[Tensor], rows: int) -> tuple[list[Any], bool]:
+    """The states with context keys and values [C, G, D] as descriptors of tiles of ``rows``, where that is possible; and whether."""
+    query, key, value, *block = states
+    count, _, width = key.shape
+    if not has_bulk_copies(key.device) or not count or width & (width - 1) or width < 16:
+        return list(states), False
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    described = [TensorDescriptor.from_tensor(part.view(count, -1), [rows, width]) for part in (key, value)]
+    return [query, *described, *block], True
+
+
 def launch_forward(states: Sequence[Tensor], plan: IntervalPlan, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """states: query, context key and value, block key and value -> out [S, A, D], normaliser [G, S * A / G]."""
     from dflash_offline.attention.interval_kernels import forward_kernel
@@ -118,9 +136,10 @@ def launch_forward(states: Sequence[Tensor], plan: IntervalPlan, tiles: Tiles) -
     sizes, groups = _sizes(query, keys, plan.block_size), keys.shape[1]
     rows = query.shape[0] * sizes["P"]
     out, normaliser = torch.empty_like(query), query.new_empty(groups, rows, dtype=torch.float32)
+    inputs, bulk = context_tiles(states, tiles.forward_keys)
     forward_kernel[(-(-rows // tiles.forward_rows), groups)](
-        *states, out, normaliser, plan.start, plan.end, rows, keys.shape[0], query.shape[2] ** -0.5,
-        **sizes, M=tiles.forward_rows, K=tiles.forward_keys, WINDOW=plan.window,
+        *inputs, out, normaliser, plan.start, plan.end, rows, keys.shape[0], query.shape[2] ** -0.5,
+        **sizes, M=tiles.forward_rows, K=tiles.forward_keys, WINDOW=plan.window, TMA=bulk,
         OWN_KEYS=own_keys(tiles.forward_rows, plan.block_size * sizes["P"], plan.block_size),
         num_warps=tiles.forward_warps, num_stages=tiles.forward_stages,
     )  # fmt: skip
@@ -137,9 +156,10 @@ def launch_query_gradient(
     sizes, groups = _sizes(query, keys, plan.block_size), keys.shape[1]
     rows = query.shape[0] * sizes["P"]
     by_query, delta = torch.empty_like(query), torch.empty_like(normaliser)
+    inputs, bulk = context_tiles(states, tiles.query_keys)
     query_gradient_kernel[(-(-rows // tiles.query_rows), groups)](
-        *states, out, gradient, normaliser, delta, by_query, plan.start, plan.end, rows, keys.shape[0], query.shape[2] ** -0.5,
-        **sizes, M=tiles.query_rows, K=tiles.query_keys, WINDOW=plan.window,
+        *inputs, out, gradient, normaliser, delta, by_query, plan.start, plan.end, rows, keys.shape[0], query.shape[2] ** -0.5,
+        **sizes, M=tiles.query_rows, K=tiles.query_keys, WINDOW=plan.window, TMA=bulk,
         OWN_KEYS=own_keys(tiles.query_rows, plan.block_size * sizes["P"], plan.block_size),
         num_warps=tiles.query_warps, num_stages=tiles.query_stages,
     )  # fmt: skip
