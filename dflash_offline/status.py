@@ -176,7 +176,8 @@ def _stage(
     gone = place.stage == "capture" and not mine and train_keys and all(store_was_deleted(layout, key, trained) for trained in train_keys)
     if gone:
         state, detail = "deleted", "store deleted (the drafter is trained)"
-    numbers = sum_of_rates(process.numbers for process in mine)
+    told = mine[:1] if place.stage == "train" else mine  # every rank tells the rates of all ranks
+    numbers = sum_of_rates(process.numbers for process in told)
     return Stage(place.stage, key, str(folder), state, detail, numbers, place.config.name)
 
 

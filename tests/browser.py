@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -78,11 +79,14 @@ class Page:
         return str(self.value("document.body.innerText"))
 
     def picture(self, path: Path, *, width: int, height: int) -> None:
-        """What is seen, as PNG."""
+        """What is seen, as a small PNG of few colours."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         time.sleep(0.3)
         found = self.call("Page.captureScreenshot", format="png", clip={"x": 0, "y": 0, "width": width, "height": height, "scale": 1})
-        path.write_bytes(base64.b64decode(found["data"]))
+        from PIL import Image  # matplotlib brings it
+
+        with Image.open(io.BytesIO(base64.b64decode(found["data"]))) as image:
+            image.convert("RGB").quantize(48).save(path, optimize=True)
 
     def close(self) -> None:
         self._socket.close()
@@ -117,3 +121,13 @@ def opened(folder: Path) -> Iterator[Page]:
             page.close()
         process.terminate()
         process.wait(timeout=20)
+
+
+if __name__ == "__main__":  # python tests/browser.py URL FILE WIDTH HEIGHT: pictures for the documentation
+    import sys
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as temporary, opened(Path(temporary)) as page_to_show:
+        page_to_show.open(sys.argv[1])
+        time.sleep(4)
+        page_to_show.picture(Path(sys.argv[2]), width=int(sys.argv[3]), height=int(sys.argv[4]))

@@ -68,8 +68,10 @@ class Follower:
         found = []
         for stage, states in self.states().items():
             by_key: dict[str | None, dict[str, dict[str, Any]]] = {}
+            known = {state.get("key") for state in states.values()} - {None}
             for name, state in states.items():
-                by_key.setdefault(state.get("key"), {})[name] = state
+                key = next(iter(known)) if len(known) == 1 else state.get("key")  # a process that only starts does not know it yet
+                by_key.setdefault(key, {})[name] = state
             for key, together in by_key.items():  # several drafters are trained at a time, each by ranks of its own
                 title = stage if len(by_key) == 1 else next(iter(together)).removesuffix("-0")
                 losses = self.losses(key) if stage == "train" else []
