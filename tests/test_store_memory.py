@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_store import folder_in_memory, identity, settings
+from small_store import folder_in_memory, identity, make_store, rows, settings, write_part
 
 from dflash_offline import store
 
@@ -90,3 +90,34 @@ def test_memory_of_writer_and_reader(codec):
         child.start()
         child.join(300)
         assert child.exitcode == 0 and peak.value < 2 * batch_bytes.value + (8 << 20), f"{peak.value / batch_bytes.value:.2f} batches"
+
+
+def test_memory_of_a_batch_is_used_again_only_when_nothing_lies_in_it():
+    with folder_in_memory() as folder:
+        everything = make_store(folder / "s", "bf16", parts=1)
+        opened = store.HiddenStateStore(folder / "s")
+        first = opened.read_encoded([1, 7])
+        kept, where = first.arrays["hidden_states"][0], first.arrays["hidden_states"].data_ptr()
+        del first
+        second = opened.read_encoded([7, 1])
+        assert second.arrays["hidden_states"].data_ptr() != where, "a view of the first batch is still there"
+        assert torch.equal(kept, torch.cat([everything[1].hidden, everything[7].hidden])[:, 0].view(torch.int16))
+        del kept
+        assert opened.read_encoded([1, 7]).arrays["hidden_states"].data_ptr() == where
+        decoded = opened.read_encoded([7], [2]).decode()  # bf16 of one tap: decoding copies nothing
+        opened.read_encoded([1, 7]), opened.read_encoded([1, 1])
+        assert torch.equal(decoded.view(torch.int16), everything[7].hidden[:, 2].view(torch.int16))
+
+
+@pytest.mark.parametrize("codec", ["bf16", "lossless", "int4"])
+def test_pieces_of_a_long_sample_are_its_chunks_once_each(codec, monkeypatch):
+    """Threads read pieces of a sample side by side; together they read what one does."""
+    with folder_in_memory() as folder:
+        store.create_or_open(folder, identity(codec))
+        samples = rows([70, 1500, 333])
+        write_part(folder, "part-00000", samples, codec, shard_bytes=200_000)
+        alone = store.HiddenStateStore(folder, threads=1).read_encoded([1, 0, 2])
+        monkeypatch.setattr("dflash_offline.store.shards._SPAN_BYTES", 1)
+        together = store.HiddenStateStore(folder, threads=3).read_encoded([1, 0, 2])
+        assert together.num_bytes == alone.num_bytes
+        assert all(torch.equal(together.arrays[name], array) for name, array in alone.arrays.items())

@@ -14,6 +14,7 @@ Reading order::
     journal     what is safe of a part that is being written
     writer      PartWriter: resumable, committed whole
     parts       one committed part, opened
+    memory      memory of read batches, used again
     batch       encoded rows on their way to the device
     reader      HiddenStateStore: samples and encoded batches
     verify      every byte against the manifests

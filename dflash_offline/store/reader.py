@@ -27,9 +27,10 @@ from dflash_offline.codecs import Codec
 from dflash_offline.errors import StoreDamagedError, StoreError, StoreIdentityError
 from dflash_offline.store import schema
 from dflash_offline.store.batch import EncodedBatch
+from dflash_offline.store.memory import Blocks
 from dflash_offline.store.parts import StoredPart, Verify
 from dflash_offline.store.remote import Remote
-from dflash_offline.store.shards import read_small
+from dflash_offline.store.shards import ShardedArray, read_small
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class HiddenStateStore:
         verify: ``"sizes"`` compares manifests and file sizes now, ``"deep"`` also checksums a part's files before their
             first use, ``"off"`` neither. Chunk checksums are compared on every read in any case.
         parts: only these parts.
-        threads: read in parallel; None = 4, or as many as there are cores; 16 from an object store.
+        threads: read in parallel; None = 8, or as many as there are cores; 16 from an object store.
         cache_bytes, cache_folder: of a store in an object store: how much of it is kept on this host, and where; see ``remote``.
 
     Raises:
@@ -95,7 +96,7 @@ class HiddenStateStore:
         self.path, self.verify = Path(path), verify
         self._cache = {"cache_bytes": cache_bytes, "cache_folder": cache_folder}
         self.remote = Remote.of(self.path, **self._cache)
-        self.threads = threads or (16 if self.remote else min(4, os.cpu_count() or 1))
+        self.threads = threads or (16 if self.remote else min(8, len(os.sched_getaffinity(0))))
         self.attributes = schema.read_attributes(self.path)
         self.identity: dict[str, Any] = self.attributes["identity"]
         entries = schema.read_index(self.path)["parts"]
@@ -115,6 +116,7 @@ class HiddenStateStore:
             if part.manifest["key"] != expected:
                 raise StoreIdentityError(f"{part.folder}: was captured with another identity than the store's; move it away")
         self._edges = np.cumsum([0, *(part.manifest["samples"] for part in self._parts)])
+        self._blocks = Blocks()
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
         self._by_hash: dict[bytes, int] | None = None
 
@@ -256,7 +258,7 @@ class HiddenStateStore:
         taps = self._taps(layers)
         arrays = self._allocate(stop - start, len(taps), pinned=False)
         first = int(part.offsets[index])
-        self._read(part, first + start, first + stop, taps, [_bytes(array) for array in arrays.values()])
+        self._read([(part, first + start, first + stop)], taps, [_bytes(array) for array in arrays.values()])
         return self.codec.decode(arrays, taps)
 
     def read_encoded(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> EncodedBatch:
@@ -271,14 +273,8 @@ class HiddenStateStore:
         lengths = [int(part.offsets[index + 1] - part.offsets[index]) for part, index in located]
         edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         arrays = self._allocate(int(edges[-1]), len(taps), pinned=torch.cuda.is_available())
-        views = [_bytes(array) for array in arrays.values()]
-
-        def read(i: int) -> int:
-            part, index = located[i]
-            first, last = int(part.offsets[index]), int(part.offsets[index + 1])
-            return self._read(part, first, last, taps, [view[:, edges[i] : edges[i + 1]] for view in views])
-
-        num_bytes = sum(self._map()(read, range(len(located))))
+        ranges = [(part, int(part.offsets[index]), int(part.offsets[index + 1])) for part, index in located]
+        num_bytes = self._read(ranges, taps, [_bytes(array) for array in arrays.values()])
         ids, masks = [], []
         for part, index in located:
             rows = slice(int(part.offsets[index]), int(part.offsets[index + 1]))
@@ -296,15 +292,12 @@ class HiddenStateStore:
         return taps
 
     def _allocate(self, tokens: int, num_taps: int, *, pinned: bool) -> dict[str, torch.Tensor]:
-        """``{name: [k, T, W]}`` in one block of memory, given back whole when the batch is dropped.
-
-        numpy asks for huge pages, with which fresh memory is filled four times as fast as torch's.
-        """
+        """``{name: [k, T, W]}`` in one block of memory, given back whole when the batch is dropped."""
         starts, end = {}, 0
         for array in self.codec.arrays:
             starts[array.name], end = end, end + -(-num_taps * tokens * array.token_bytes // 64) * 64
         end = max(end, 64)
-        block = torch.empty(end, dtype=torch.uint8, pin_memory=True) if pinned else torch.from_numpy(np.empty(end, np.uint8))
+        block = torch.empty(end, dtype=torch.uint8, pin_memory=True) if pinned else torch.from_numpy(self._blocks.take(end))
         return {
             array.name: block[starts[array.name] :][: num_taps * tokens * array.token_bytes]
             .view(array.torch_dtype)
@@ -312,17 +305,31 @@ class HiddenStateStore:
             for array in self.codec.arrays
         }
 
-    def _read(self, part: StoredPart, start: int, stop: int, taps: Sequence[int], out: list[np.ndarray]) -> int:
-        part.check_content()
-        if stop <= start:
-            return 0
-        try:
-            return sum(array.read(start, stop, taps, view) for array, view in zip(part.arrays, out, strict=True))
-        except StoreDamagedError:
-            if self.remote is None or not self.remote.forget(part.name, part.manifest):
-                raise
-        # what was kept on this host may be the damaged copy
-        return sum(array.read(start, stop, taps, view) for array, view in zip(part.arrays, out, strict=True))
+    def _read(self, ranges: Sequence[tuple[StoredPart, int, int]], taps: Sequence[int], out: list[np.ndarray]) -> int:
+        """Read token ranges of parts, one after another, into ``out``, uint8 ``[k, T, bytes]`` for each array; bytes read from files.
+
+        What threads share out among themselves are pieces of a few MB, so that one long sample is read by all of them.
+        """
+        for part in {part.name: part for part, _, _ in ranges}.values():
+            part.check_content()
+        pieces, end = [], 0
+        for part, start, stop in ranges:
+            for array, view in zip(part.arrays, out, strict=True):
+                for first, last in array.spans(start, stop, len(taps)):
+                    pieces.append((array.meta.zstd, part, array, first, last, view[:, end + first - start : end + last - start]))
+            end += stop - start
+        pieces.sort(key=lambda piece: not piece[0])  # those that cost most first, so that threads end together
+
+        def read(piece: tuple[bool, StoredPart, ShardedArray, int, int, np.ndarray]) -> int:
+            _, part, array, first, last, view = piece
+            try:
+                return array.read(first, last, taps, view)
+            except StoreDamagedError:
+                if self.remote is None or not self.remote.forget(part.name, part.manifest):
+                    raise
+            return array.read(first, last, taps, view)  # what was kept on this host may have been the damaged copy
+
+        return sum(self._map()(read, pieces) if len(pieces) > 1 else map(read, pieces))
 
     def close(self) -> None:
         """Stop the reading threads."""

@@ -30,6 +30,7 @@ from dflash_offline.errors import StoreDamagedError
 ABSENT = 2**64 - 1
 ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
 _READ_BYTES = 4 << 20  # most bytes in one read
+_SPAN_BYTES = 8 << 20  # read by one thread at a time
 _READ_CHUNKS = 500  # most chunks in one read: two buffers each, and the system takes 1024
 _thread = threading.local()  # a compressor and scratch memory of each thread
 _WINDOW = 64  # most chunks of a group
@@ -292,6 +293,14 @@ class ShardedArray:
                 raise StoreDamagedError(f"{file}: the shard's chunk index is damaged")
             index = self._indexes[shard] = np.frombuffer(raw, "<u8", length // 8).reshape(shape)
         return index
+
+    def spans(self, start: int, stop: int, num_taps: int) -> Iterator[tuple[int, int]]:
+        """Cut tokens ``[start, stop)`` into pieces of a few MB that share no chunk."""
+        size = max(1, _SPAN_BYTES // (num_taps * self.chunk_bytes)) * self.chunk_tokens
+        while start < stop:
+            last = min(stop, (start // self.chunk_tokens) * self.chunk_tokens + size)
+            yield start, last
+            start = last
 
     def read(self, start: int, stop: int, taps: Sequence[int], out: np.ndarray) -> int:
         """Read tokens ``[start, stop)`` of some taps.
