@@ -29,15 +29,17 @@ from typing import Any
 from dflash_offline import gpus
 from dflash_offline.errors import ProcessError
 from dflash_offline.progress import read_progress
-from dflash_offline.stage import LIFELINE, PROGRESS, TERMINATED
+from dflash_offline.stage import LIFELINE, PROGRESS, SAVING, TERMINATED
 
 POLL_S = 0.1
 PROGRESS_POLL_S = 1.0
 FAILED_GRACE_S = 3.0  # what the others get when one of them has failed: ranks wait for a dead peer and cannot finish anything
+SAVING_GRACE_S = 1800.0  # on top, for a checkpoint that is being written
 MAX_LINES = 40  # copied to the terminal per process and poll; the log has them all
 MAX_LINE_CHARS = 400
 MAX_LOG_BYTES = 16 << 20  # a log that has grown beyond this is put aside when the next run starts
 _ERROR = re.compile(r"^error: (.+)$")
+_LOST_PEER = "lost contact with"  # as ranks put it (train/ranks.py)
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b.*$")
 
 
@@ -147,6 +149,11 @@ class Running:
         """Where its log is, for messages."""
         return f"its log is {self.log}" if self.log.exists() else f"its log is gone: {self.log.parent} was deleted while it ran"
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether it says that it writes a checkpoint."""
+        return self.status is None and (read_progress(self.progress_path) or {}).get("text") == SAVING
+
     def terminate(self) -> None:
         """SIGTERM to the process, unless it has ended. Not to its group: it may need its helpers to finish a checkpoint."""
         if self.status is None:
@@ -235,21 +242,33 @@ def run_jobs(
 
 
 def _blame(process: Running) -> int:
-    """Which of several failed processes is named: one killed from outside, then one that says why, then any other."""
+    """Which of several failed processes is named: one killed from outside, then one that says why, then any other.
+
+    A rank that only lost its peer comes last: the peer's own failure is the cause.
+    """
     if process.status is not None and process.status < 0:
         return 0 if process.status == -signal.SIGKILL else 1
-    return 2 if any(_ERROR.match(line) for line in process._last_lines()) else 3
+    told = [found.group(1) for line in process._last_lines() if (found := _ERROR.match(line))]
+    if told and _LOST_PEER in told[-1]:
+        return 4
+    return 2 if told else 3
 
 
 def stop(running: list[Running], *, grace_s: float) -> None:
-    """SIGTERM to every process, SIGKILL to what is left of its group after ``grace_s``; a further Ctrl-C ends the waiting at once."""
+    """SIGTERM to every process, SIGKILL to what is left of its group after ``grace_s``; a further Ctrl-C ends the waiting at once.
+
+    The time is extended, by ``SAVING_GRACE_S`` at the most, while one of them writes a checkpoint.
+    """
     if not running:
         return
     with _uninterrupted() as impatient:
         for process in running:
             process.terminate()
         end = time.monotonic() + grace_s
-        while any(process.status is None for process in running) and time.monotonic() < end and not impatient.is_set():
+        while any(process.status is None for process in running) and not impatient.is_set():
+            late_s = time.monotonic() - end
+            if late_s > SAVING_GRACE_S or (late_s > 0 and not any(process.is_saving for process in running)):
+                break
             for process in running:
                 process.copy_log()
             time.sleep(POLL_S)

@@ -28,6 +28,7 @@ from dflash_offline.progress import Progress
 
 LIFELINE = "DFLASH_LIFELINE"
 PROGRESS = "DFLASH_PROGRESS"
+SAVING = "writing a checkpoint"  # progress text of a process that is given more time when it is asked to stop
 TERMINATED = 128 + signal.SIGTERM  # exit status of a stage that was asked to stop and did
 
 
@@ -87,7 +88,7 @@ def run_stage(
     arguments = parser.parse_args(argv)
     path = os.environ.get(PROGRESS)
     progress = Progress(Path(path) if path else None)
-    previous = None
+    previous, root = None, None
     if threading.current_thread() is threading.main_thread():
         previous = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -97,11 +98,16 @@ def run_stage(
             config = config.for_drafter(arguments.drafter)
         arguments.key = checked_key(config, arguments.key, key)
         progress.state["key"] = arguments.key
+        root = config.root_dir if config.root_dir.exists() else None
         body(config, arguments, progress)
         progress.end()
     except DFlashError as error:
         progress.end(f"error: {error}")
         fail(error)
+    except OSError:
+        if root is None or root.exists():
+            raise
+        fail(DFlashError(f"{root}: the run's root was deleted or moved while this ran; what was in it will be made anew"))
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
     except SystemExit as error:

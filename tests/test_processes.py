@@ -24,7 +24,7 @@ from dflash_offline.processes import Job, run_jobs
 WAITER = """
 import os, signal, subprocess, sys, time
 from dflash_offline.progress import Progress
-from dflash_offline.stage import attach_lifeline
+from dflash_offline.stage import SAVING, attach_lifeline
 attach_lifeline()
 progress = Progress(os.environ["DFLASH_PROGRESS"])
 mode = sys.argv[1]
@@ -52,13 +52,18 @@ elif mode == "loud":
         print("line", i)
 elif mode == "bar":
     print("10%\\r50%\\r100%", "x" * 1000)
+elif mode == "bereft":
+    print("error: rank 0 of 2: lost contact with rank 1, whose log says why", file=sys.stderr)
+    raise SystemExit(1)
 elif mode == "peer":  # a rank whose peer dies fails a little later
     time.sleep(0.05)
     raise RuntimeError("connection closed by peer")
-elif mode in ("wait", "stubborn", "saving"):
+elif mode in ("wait", "stubborn", "saving", "slow saving"):
     subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"])
     def on_term(*_):
-        if mode == "saving":
+        if mode == "slow saving":
+            progress.update(text=SAVING, force=True)
+        if "saving" in mode:
             time.sleep(4)  # longer than the grace of other stages
             print("checkpoint written", flush=True)
             raise SystemExit(143)
@@ -235,6 +240,11 @@ def test_one_dead_rank_stops_the_others_within_seconds_and_is_the_one_named(wait
     assert running_below(psutil.Process()) == []
 
 
+def test_the_rank_that_failed_is_named_not_the_one_that_lost_it(waiter: Callable[..., Job], tmp_path: Path) -> None:
+    with pytest.raises(ProcessError, match="rank-1 failed: RuntimeError: CUDA out of memory"):
+        run_jobs([waiter("bereft", "rank-0"), waiter("crash", "rank-1")], log_dir=tmp_path, say=lambda text: None)
+
+
 def test_stop_request_ends_the_jobs_with_its_text(waiter: Callable[..., Job], tmp_path: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(ProcessError, match="because of b"):
@@ -244,6 +254,20 @@ def test_stop_request_ends_the_jobs_with_its_text(waiter: Callable[..., Job], tm
             say=lambda text: None,
             stop_requested=lambda: "because of b" if time.monotonic() - begin > 0.5 else None,
         )
+    assert running_below(psutil.Process()) == []
+
+
+@pytest.mark.parametrize(("mode", "written"), [("slow saving", True), ("saving", False)])
+def test_grace_is_extended_while_a_checkpoint_is_being_written(
+    waiter: Callable[..., Job], tmp_path: Path, mode: str, written: bool
+) -> None:
+    def stop() -> str | None:
+        log = tmp_path / "a.log"
+        return "enough" if log.exists() and "waiting" in log.read_text() else None
+
+    with pytest.raises(ProcessError, match="enough"):
+        run_jobs([waiter(mode)], log_dir=tmp_path, say=lambda text: None, grace_s=1, stop_requested=stop)
+    assert ("checkpoint written" in (tmp_path / "a.log").read_text()) == written
     assert running_below(psutil.Process()) == []
 
 

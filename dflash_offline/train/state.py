@@ -8,6 +8,7 @@ from dflash_offline import checkpoint
 from dflash_offline.checkpoint import Checkpoint
 from dflash_offline.errors import CheckpointError
 from dflash_offline.optimizer import state_tensors
+from dflash_offline.stage import SAVING
 from dflash_offline.train.records import Records
 from dflash_offline.train.trackers import Trackers
 
@@ -26,7 +27,7 @@ def save(trainer: "Trainer") -> None:
     copies = weights.master if weights.shard.count == 1 else weights.compute  # what all ranks have alike
     total = float(copies.sum(dtype=torch.float64))
     trainer.ranks.compare({f"the sum of all weights after step {trainer.next_step}": total})
-    trainer.progress.update(text="writing a checkpoint", force=True)
+    trainer.progress.update(text=SAVING, force=True)
     tensors = _whole(trainer)
     if not trainer.ranks.first:
         trainer.progress.update(text="training", force=True)
