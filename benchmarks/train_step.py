@@ -212,7 +212,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="file for the kernel table of the main case")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="results of other calls, with other works, to take in")
     parser.add_argument("--first-step-only", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, help="result file; when left out, none is written for a tiny shape or a CPU")
     return parser.parse_args(argv)
 
 
@@ -241,8 +241,10 @@ def main(argv: list[str] | None = None) -> None:
         result["first_step"] = first_steps(arguments)
     merge(result, arguments.merge)
     summarise(result)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    out = arguments.out or (None if arguments.tiny or device == "cpu" else RESULT)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
     print_table(result)
 
 

@@ -55,7 +55,9 @@ def folder(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.mark.parametrize("command", commands())
 def test_command_runs(folder: Path, command: str) -> None:
+    results = {path: path.read_bytes() for path in (ROOT / "benchmarks" / "results").iterdir()}
     shell_blocks.run(command, folder)
+    assert results == {path: path.read_bytes() for path in (ROOT / "benchmarks" / "results").iterdir()}, "a try is no measurement"
 
 
 def test_every_exception_is_needed() -> None:
