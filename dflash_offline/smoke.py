@@ -109,6 +109,8 @@ def reduced_run_file(config: RunConfig, *, corpus: Path, rows: int, steps: int) 
         "nodes": [],  # this host is tried, not the others
     }
     for entry in sections.get("drafters", []):
+        if "init_from" in entry and config.path(entry["init_from"]).exists():
+            entry["init_from"] = str(config.path(entry["init_from"]))
         for name in {"max_steps", "log_every", "checkpoint_every", "evaluate_every"} & set(entry):
             del entry[name]
     sections["evaluate"] = sections.get("evaluate", {}) | {

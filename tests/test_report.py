@@ -207,6 +207,16 @@ def test_capture_rates_by_replica() -> None:
     ]
 
 
+def test_replicas_of_several_hosts_are_told_apart(config: RunConfig) -> None:
+    facts = gather(config)
+    rates = [{**facts.capture[0], "host": host} for host in ("one", "two")]
+    page = markdown(page_blocks(replace(facts, capture=rates)))
+    assert "| 0 on one | cpu |" in page and "| 0 on two | cpu |" in page
+    assert "| 0 | cpu |" in markdown(page_blocks(facts))
+    parts = [{"tokens": 1, "bytes": 1, "extra": {"replica": 0, "device": "cpu", "host": host}} for host in ("b", "a", "b")]
+    assert [(row["host"], row["tokens"]) for row in capture_rates(parts)] == [("a", 1), ("b", 2)]
+
+
 def test_numbers_and_spread() -> None:
     assert (number(None), number(float("nan")), number(1234), number(0.5, ".0%")) == ("-", "-", "1,234", "50%")
     rows = [{"step": i} for i in range(100)]

@@ -192,9 +192,10 @@ def capture_section(facts: Facts) -> list[Block]:
         blocks.append(Text(text))
         if remarks := capture_remarks(facts.parts):
             blocks.append(Text(remarks))
+    several_hosts = len({row["host"] for row in facts.capture}) > 1
     rows = [
         [
-            "-" if row["replica"] is None else row["replica"],
+            ("-" if row["replica"] is None else str(row["replica"])) + (f" on {row['host']}" if several_hosts else ""),
             row["device"],
             row["parts"],
             number(row["tokens"]),

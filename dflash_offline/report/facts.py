@@ -114,16 +114,17 @@ def _parts(layout: Layout, all_keys: dict[str, str]) -> list[dict[str, Any]]:
 
 def capture_rates(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tokens, seconds and rate of each replica that wrote parts, from the parts' manifests."""
-    by_replica: dict[tuple[Any, str], dict[str, Any]] = {}
+    by_replica: dict[tuple[Any, str, str], dict[str, Any]] = {}
     for part in parts:
         extra = part.get("extra") or {}
-        name = (extra.get("replica"), str(extra.get("device", "?")))
-        entry = by_replica.setdefault(name, {"replica": name[0], "device": name[1], "parts": 0, "tokens": 0, "seconds": 0.0, "bytes": 0})
+        name = (extra.get("replica"), str(extra.get("device", "?")), str(extra.get("host", "")))
+        told = dict(zip(("replica", "device", "host"), name, strict=True))
+        entry = by_replica.setdefault(name, {**told, "parts": 0, "tokens": 0, "seconds": 0.0, "bytes": 0})
         entry["parts"] += 1
         entry["tokens"] += part["tokens"]
         entry["bytes"] += part["bytes"]
         entry["seconds"] += float(extra.get("seconds") or 0.0)
-    rows = sorted(by_replica.values(), key=lambda row: (row["replica"] is None, row["replica"] or 0))
+    rows = sorted(by_replica.values(), key=lambda row: (row["host"], row["replica"] is None, row["replica"] or 0))
     for row in rows:
         row["tokens_per_s"] = row["tokens"] / row["seconds"] if row["seconds"] else None
     return rows
