@@ -15,6 +15,7 @@ import torch
 from dflash_offline.errors import EvaluateError
 from dflash_offline.evaluate.decoder import TOP, Decoder, Response
 from dflash_offline.evaluate.rows import RowsDrafter, RowsTarget, supports
+from dflash_offline.graphs import record
 
 ROUND = 128  # buffer lengths are multiples of this, so that few are ever made
 
@@ -235,26 +236,10 @@ class _Recorded:
         if self.plain:
             self.function()
             return
+        if self.graph is None:  # the function writes the same values to the same places, so running it more often does no harm
+            self.graph = record(self.function, say=self.owner.say)
         if self.graph is None:
-            self._record()
-        if self.graph is not None:
-            self.graph.replay()
-
-    def _record(self) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # writes the same values to the same places, so running it more than once does no harm
-                self.function()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                self.function()
-        except RuntimeError as error:
-            torch.cuda.synchronize()
-            self.owner.say(f"steps are not recorded as CUDA graphs ({str(error).splitlines()[0][:120]}); they run one kernel at a time")
             self.plain = True
             self.function()
-            return
-        self.graph = graph
+        else:
+            self.graph.replay()

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dflash_offline.graphs import record
 from dflash_offline.regenerate.drawing import next_tokens
 from dflash_offline.regenerate.row_attention import NAME, RowBuffers, set_attention
 
@@ -173,28 +174,14 @@ class RowDecoder:
         state = (self.token, self.position, self.active, self.step_number, self.written)
         kept = [tensor.clone() for tensor in state]
 
-        def put_back() -> None:
-            for tensor, old in zip(state, kept, strict=True):
-                tensor.copy_(old)
+        def warm_up() -> None:
+            self.step_number.zero_()
+            self._step()
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.step_number.zero_()
-                self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        put_back()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                self._step()
-            self._graph = graph
-        except RuntimeError as error:
-            torch.cuda.synchronize()
-            self._recordable = False
-            self.say(f"steps are not recorded as CUDA graphs ({str(error).splitlines()[0][:120]}); they run one kernel at a time")
-        put_back()
+        self._graph = record(self._step, say=self.say, warm_up=warm_up)
+        self._recordable = self._graph is not None
+        for tensor, old in zip(state, kept, strict=True):
+            tensor.copy_(old)
 
 
 def cache_name(model: nn.Module) -> str:
