@@ -75,6 +75,9 @@ def test_out_of_memory_halves_packed_batches(target: Target, monkeypatch: pytest
     found = run_rows(forwarder, rows, 4)
     assert sizes == [[40, 30, 20, 10], [40], [30, 20]] + [[10]] and forwarder.limits == {0: 50}
     assert lines == ["out of memory with 4 rows of up to 40 tokens: bucket 0 goes on with at most 50 tokens a batch instead of 100"]
+    assert forwarder.make_room(0, [30, 20]) and forwarder.limits == {0: 25}
+    assert forwarder.make_room(0, [40, 30]) and forwarder.limits == {0: 25}, "a batch from before the last halving changes nothing"
+    assert not forwarder.make_room(0, [40])
     for a, b in zip(want, found, strict=True):
         torch.testing.assert_close(a, b)
 

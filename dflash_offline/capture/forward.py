@@ -178,12 +178,19 @@ class Forwarder:
                 f"{self.target.device}: a single row of {lengths[0]} tokens does not fit into memory; lower [corpus] max_length, "
                 "capture fewer layers, or use a GPU with more memory"
             )
+        self._lower(bucket, self._places(lengths), f"with {len(lengths)} rows of up to {max(lengths)} tokens")
+
+    def make_room(self, bucket: int, lengths: list[int]) -> bool:
+        """Halve the budget of a bucket because a batch of these lengths could not be taken off the device; False if it was a single row."""
+        torch.cuda.empty_cache()
         places = self._places(lengths)
+        if len(lengths) > 1 and self.limits.get(bucket, places) > places // 2:  # else batches have become smaller since
+            self._lower(bucket, places, "while rows were taken off the GPU")
+        return len(lengths) > 1
+
+    def _lower(self, bucket: int, places: int, when: str) -> None:
         self.limits[bucket] = places // 2
-        self._say(
-            f"out of memory with {len(lengths)} rows of up to {max(lengths)} tokens: bucket {bucket} goes on with at most "
-            f"{places // 2} tokens a batch instead of {places}"
-        )
+        self._say(f"out of memory {when}: bucket {bucket} goes on with at most {places // 2} tokens a batch instead of {places}")
 
 
 def prepare_process() -> None:

@@ -74,6 +74,7 @@ class PartJob:
         self._queue: queue.Queue[tuple[list[int], Batch] | dict[str, Any] | None] = queue.Queue()
         self.error: BaseException | None = None
         self.tokens = 0
+        self.at: tuple[int, list[int]] = (0, [])  # bucket and lengths of the batch being written
         self._next = 0  # sample of the part that comes next
         self._thread = threading.Thread(target=self._run, name=lease.name, daemon=True)
         self._thread.start()
@@ -145,6 +146,7 @@ class PartJob:
         self._check_lease()
         if batch.ready is not None:
             batch.ready.wait(torch.cuda.current_stream())
+        self.at = int(self._corpus.buckets[rows[0]]), batch.lengths
         for b, index in enumerate(rows):
             self._next += 1
             if self._next <= self.writer.resume_sample:

@@ -220,9 +220,21 @@ class Replica:
                 continue
             if job.error is not None:
                 job.lease.release()
+                if isinstance(job.error, torch.OutOfMemoryError):
+                    self._make_room(job)
+                    continue
                 raise job.error
             job.lease.discard()
             self._say_committed(job.lease.name)
+
+    def _make_room(self, job: PartJob) -> None:
+        """Rows could not be taken off the GPU: smaller batches from now on; the part is claimed again and goes on where it is."""
+        bucket, lengths = job.at
+        if not self.forwarder.make_room(bucket, lengths):
+            raise TargetError(
+                f"{job.lease.name}: no GPU memory is left to take a single row of {lengths[0]} tokens off it; lower [corpus] max_length, "
+                "capture fewer layers, or use a GPU with more memory"
+            )
 
     # -- the target -----------------------------------------------------------------------------------------------------
 
