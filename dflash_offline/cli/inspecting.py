@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_offline.cli.options import bytes_text, echo_json, json_option, load_run, store_arguments, store_path, table
+from dflash_offline.cli.options import StoreLocation, bytes_text, echo_json, json_option, load_run, store_arguments, store_path, table
 
 if TYPE_CHECKING:
     from dflash_offline.config import RunConfig
@@ -300,8 +300,8 @@ def verify(store: Path | None, config: Path | None, as_json: bool, quick: bool, 
 
 
 @click.command()
-@click.argument("one", type=click.Path(path_type=Path))
-@click.argument("other", type=click.Path(path_type=Path))
+@click.argument("one", type=StoreLocation())
+@click.argument("other", type=StoreLocation())
 @json_option
 @click.option("--rows", type=click.IntRange(min=1), default=16, show_default=True, help="Shared samples whose values are compared.")
 def diff(one: Path, other: Path, as_json: bool, rows: int) -> None:

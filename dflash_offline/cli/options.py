@@ -78,9 +78,22 @@ def finished_folder(run: "RunConfig", folder: Path, *, kind: str) -> Path:
     return folder
 
 
+class StoreLocation(click.ParamType):
+    """A store's folder, or the URL of one in an object store, whose tables are then fetched."""
+
+    name = "path or URL"
+
+    def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if isinstance(value, str) and "://" in value:
+            from dflash_offline.store import mirror
+
+            return mirror(value)
+        return Path(value)
+
+
 def store_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
     """STORE as an optional option beside --config: ``--store PATH``."""
-    option = click.option("--store", type=click.Path(path_type=Path), help="Store folder; that of the run file when left out.")
+    option = click.option("--store", type=StoreLocation(), help="Store folder or URL; that of the run file when left out.")
     return option(config_option(command))
 
 

@@ -25,7 +25,7 @@ from dflash_offline.store.batch import EncodedBatch
 from dflash_offline.store.inspect import details, diff, environment_notes, export_sample, samples, stats, summary, unfinished
 from dflash_offline.store.making import create_or_open, rebuild_index
 from dflash_offline.store.reader import HiddenStateStore, StoredSample, committed_hashes
-from dflash_offline.store.remote import Remote
+from dflash_offline.store.remote import Remote, mirror
 from dflash_offline.store.schema import check_identity, committed_parts
 from dflash_offline.store.verify import Problem, verify
 from dflash_offline.store.writer import PartWriter
@@ -45,6 +45,7 @@ __all__ = [
     "diff",
     "environment_notes",
     "export_sample",
+    "mirror",
     "rebuild_index",
     "samples",
     "stats",

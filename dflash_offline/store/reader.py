@@ -29,7 +29,7 @@ from dflash_offline.store import schema
 from dflash_offline.store.batch import EncodedBatch
 from dflash_offline.store.memory import Blocks
 from dflash_offline.store.parts import StoredPart, Verify
-from dflash_offline.store.remote import Remote
+from dflash_offline.store.remote import Remote, mirror
 from dflash_offline.store.shards import ShardedArray, read_small
 
 
@@ -71,7 +71,7 @@ class HiddenStateStore:
     """A store opened for reading: ``len(store)`` samples over all committed parts, in part order.
 
     Args:
-        path: the ``hidden_states.zarr`` folder.
+        path: the ``hidden_states.zarr`` folder, or its URL in an object store.
         verify: ``"sizes"`` compares manifests and file sizes now, ``"deep"`` also checksums a part's files before their
             first use, ``"off"`` neither. Chunk checksums are compared on every read in any case.
         parts: only these parts.
@@ -93,7 +93,7 @@ class HiddenStateStore:
         cache_bytes: int | None = None,
         cache_folder: Path | str | None = None,
     ):
-        self.path, self.verify = Path(path), verify
+        self.path, self.verify = mirror(path) if isinstance(path, str) and "://" in path else Path(path), verify
         self._cache = {"cache_bytes": cache_bytes, "cache_folder": cache_folder}
         self.remote = Remote.of(self.path, **self._cache)
         self.threads = threads or (16 if self.remote else min(8, len(os.sched_getaffinity(0))))

@@ -15,7 +15,9 @@ local folder, which all hosts of a run share; ``writer.json`` in the object stor
 
 import contextlib
 import json
+import os
 import re
+import shutil
 import socket
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -114,15 +116,39 @@ def pull(root: Path, objects: Objects) -> bool:
     manifest.write_bytes(Path(root) / schema.GROUP_FILE, group)
     schema.read_attributes(root)  # refuses what is no store, or a newer one
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda name: _pull_part(root, objects, name), index["parts"]))
+        list(pool.map(lambda name: _pull_part(root, objects, name, index["parts"][name]["manifest"]), index["parts"]))
     schema.write_index(root, index)
     return True
 
 
-def _pull_part(root: Path, objects: Objects, name: str) -> None:
+def mirror(url: str) -> Path:
+    """Local folder of the store at ``url``, for reading: below the user's cache folder, brought up to date.
+
+    Raises:
+        StoreError: there is no store.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = home / "dflash_offline" / "stores" / xxhash.xxh3_64_hexdigest(url.rstrip("/").encode()) / "hidden_states.zarr"
+    objects = open_objects(url)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with schema.locked(root / schema.LOCK):
+            if read_remote(root) is None:
+                write_remote(root, objects.url)
+            if not pull(root, objects):
+                raise StoreError(f"{objects.url}: no hidden-state store here; name the URL that ends in hidden_states.zarr")
+    except OSError as error:
+        raise StoreError(f"{root}: cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can") from None
+    return root
+
+
+def _pull_part(root: Path, objects: Objects, name: str, digest: str) -> None:
     folder = Path(root) / name
-    if (folder / manifest.MANIFEST).is_file():
-        return
+    with contextlib.suppress(DFlashError):
+        if manifest.read_manifest(folder)["digest"] == digest:
+            return
+    if folder.exists():
+        shutil.rmtree(folder)  # made anew since
     try:
         content = objects.get(f"{name}/{manifest.MANIFEST}")
         files = json.loads(content)["files"]
