@@ -28,6 +28,11 @@ def body(config, arguments, progress):
         raise TrainError("the loss is\\nnot a number")
     elif mode == "crash":
         raise ValueError("own fault")
+    elif mode == "deleted":
+        config.root_dir.rename(config.root_dir.with_name("elsewhere"))
+        (config.root_dir / "new").touch()
+    elif mode == "missing":
+        (config.root_dir / "absent").read_text()
     elif mode == "torch":
         print("torch" in sys.modules, "transformers" in sys.modules, "zarr" in sys.modules)
     elif mode == "wait":
@@ -104,6 +109,15 @@ def test_own_fault_shows_a_traceback(start: Start) -> None:
     process = start("crash")
     err = process.communicate(timeout=30)[1]
     assert process.returncode == 1 and "Traceback" in err and err.rstrip().endswith("ValueError: own fault")
+
+
+def test_a_root_that_was_deleted_meanwhile_is_one_line_and_any_other_missing_file_is_not(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    err = start("deleted").communicate(timeout=30)[1]
+    assert err == f"error: {tmp_path / 'out'}: the run's root was deleted or moved while this ran; what was in it will be made anew\n"
+    (tmp_path / "out").mkdir()
+    err = start("missing").communicate(timeout=30)[1]
+    assert "Traceback" in err and "FileNotFoundError" in err
 
 
 def test_starting_imports_no_model_library(start: Start) -> None:
