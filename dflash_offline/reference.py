@@ -56,11 +56,15 @@ def _sections() -> dict[str, type[BaseModel]]:
     }
 
 
+def toml_key(name: str) -> str:
+    """A key as TOML: quoted where it has to be."""
+    return name if _BARE_KEY.fullmatch(name) else json.dumps(name, ensure_ascii=False)
+
+
 def toml_text(value: Any) -> str:
     """A value as TOML."""
     if isinstance(value, dict):
-        names = {name: name if _BARE_KEY.fullmatch(name) else json.dumps(name, ensure_ascii=False) for name in value}
-        return "{ " + ", ".join(f"{names[name]} = {toml_text(item)}" for name, item in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{toml_key(name)} = {toml_text(item)}" for name, item in value.items()) + " }" if value else "{}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_text(item) for item in value) + "]"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 100_000:

@@ -14,7 +14,7 @@ from dflash_offline.config import DEMO_MODEL, RunConfig
 from dflash_offline.errors import CorpusError, ProcessError
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import read_json
-from dflash_offline.reference import toml_text
+from dflash_offline.reference import toml_key, toml_text
 
 _PROMPTS, _NEW_TOKENS, _HELDOUT = 2, 32, 4
 _ANSWER_TOKENS = 128  # of a regenerated answer
@@ -122,5 +122,5 @@ def reduced_run_file(config: RunConfig, *, corpus: Path, rows: int, steps: int) 
     lines = [f"{name} = {toml_text(value)}" for name, value in sections.items() if not isinstance(value, dict)]
     for name, values in sections.items():
         if isinstance(values, dict):
-            lines += ["", f"[{name}]", *(f"{key} = {toml_text(value)}" for key, value in values.items() if value is not None)]
+            lines += ["", f"[{name}]", *(f"{toml_key(key)} = {toml_text(value)}" for key, value in values.items() if value is not None)]
     return "\n".join(lines) + "\n"
