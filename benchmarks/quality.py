@@ -18,6 +18,7 @@ the ``codec-`` parts hold the captured states of the lossless one, coded anew, s
 """
 
 import argparse
+import fcntl
 import gc
 import json
 import os
@@ -106,10 +107,11 @@ class Bench:
 
         self.prepare()
         config = run_file(self.options, "equal", codec="lossless")
-        setup = prepare(config, "specforge", Ranks(0, 1), self.device)
-        tensors, result = quality_peer.train(
-            config, setup, max_steps=self.options.max_steps, on_pace=lambda seconds: self.note(specforge_pace_s=seconds)
-        )
+        with locked(self.options.root / "specforge.lock"):
+            setup = prepare(config, "specforge", Ranks(0, 1), self.device)
+            tensors, result = quality_peer.train(
+                config, setup, max_steps=self.options.max_steps, on_pace=lambda seconds: self.note(specforge_pace_s=seconds)
+            )
         for name, view in setup.weights.named(setup.weights.master).items():
             view.copy_(tensors[name])
         result["heldout_acc"] = self.heldout(setup)["acc"]
@@ -171,10 +173,10 @@ class Bench:
     def equal_time(self, name: str) -> dict[str, Any]:
         """As long as SpecForge trained: seconds of a step are measured first, then the number of epochs is set."""
         self.prepare()
-        recipe, known = RECIPES[name], self.known()
-        theirs = known["arms"].get("specforge", {}).get("train_s") or known.get("specforge_pace_s")
-        seconds = self.options.seconds or theirs or PEER_SECONDS
+        recipe = RECIPES[name]
         step_s, steps_per_epoch = self.pace(run_file(self.options, name, codec="lossless", **recipe, **self.limit()))
+        theirs = self.peer_seconds()
+        seconds = self.options.seconds or theirs or PEER_SECONDS
         allowed = min(seconds, self.left_s - 45)  # what is left also has to do for compiling again and for decoding
         if allowed < seconds:
             print(f"{name}: the peer trained {seconds:.0f} s, {allowed:.0f} s are left", flush=True)
@@ -183,6 +185,20 @@ class Bench:
         settled = {"epochs": round(epochs, 2), "evaluate_every": max(1, int(epochs * steps_per_epoch / 10))}
         config = run_file(self.options, name, codec="lossless", **(recipe | settled), **self.limit())
         return {"peer_train_s": seconds, "peer_measured_here": theirs is not None} | self.ours(config)
+
+    def peer_seconds(self) -> float | None:
+        """SpecForge's training seconds; of another process that trains it at this moment, as soon as it knows its pace."""
+        while True:
+            known = self.known()
+            found = known["arms"].get("specforge", {}).get("train_s") or known.get("specforge_pace_s")
+            with (self.options.root / "specforge.lock").open("a") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if found is None:
+                        time.sleep(0.5)
+                        continue
+            return found
 
     def pace(self, config: RunConfig) -> tuple[float, int]:
         """Seconds of a step of a run file (mean over its buckets), and its steps an epoch."""

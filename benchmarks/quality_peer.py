@@ -106,7 +106,7 @@ def train(
             _wait(device)
             taken[step.bucket].append(time.perf_counter() - began)
             tokens += micro.num_tokens
-            if not paced and all(len(taken[bucket]) > 3 * WARM_STEPS for bucket, count in counts.items() if count > 3 * WARM_STEPS):
+            if not paced and all(len(taken[bucket]) >= min(count, 3 * WARM_STEPS) for bucket, count in counts.items()):
                 paced = True
                 on_pace(whole())
             if number % 100 == 0:
