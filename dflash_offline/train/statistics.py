@@ -96,7 +96,8 @@ class Statistics:
     def set_rank(self, rank: int, numbers: RankNumbers) -> None:
         """Fill this rank's row."""
         start = self._ranks_at + rank * WIDTH
-        self.vector[start : start + WIDTH].copy_(torch.tensor(astuple(numbers), dtype=torch.float64), non_blocking=True)
+        values = torch.tensor(astuple(numbers), dtype=torch.float64, pin_memory=self.vector.is_cuda)
+        self.vector[start : start + WIDTH].copy_(values, non_blocking=True)
 
 
 class StepNumbers:
