@@ -37,8 +37,8 @@ def body(config, arguments, progress):
         print("torch" in sys.modules, "transformers" in sys.modules, "zarr" in sys.modules)
     elif mode == "wait":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        print(child.pid, flush=True)
         try:
+            print(child.pid, flush=True)
             time.sleep(60)
         finally:
             print("cleaned up", flush=True)
