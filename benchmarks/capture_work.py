@@ -233,23 +233,45 @@ def attention_rates(bench: Bench, config: Any, dtype: torch.dtype) -> list[dict[
         def cudnn_packed(three: Any = repeated, bounds: Any = bounds, n: int = max(lengths)) -> Any:
             return torch.ops.aten._cudnn_attention_forward(*three, None, bounds, bounds, n, n, True, 0.0, True, False, scale=size**-0.5)
 
+        more = torch.cat([bounds, bounds[-1:].expand(33 - len(bounds))])  # rows without tokens: one shape for any number of rows
+
+        def cudnn_one_shape(three: Any = repeated, bounds: Any = more) -> Any:
+            return torch.ops.aten._cudnn_attention_forward(
+                *three, None, bounds, bounds, 8192, 8192, True, 0.0, True, False, scale=size**-0.5
+            )
+
         kernels = {"packed, flash (in use)": ours}
         if bench.is_cuda:
             kernels |= {
                 "padded, flash": lambda: padded_by(SDPBackend.FLASH_ATTENTION),
                 "padded, cuDNN": lambda: padded_by(SDPBackend.CUDNN_ATTENTION),
                 "packed, cuDNN": cudnn_packed,
+                "packed, cuDNN, 32 rows of up to 8192": cudnn_one_shape,
             }
+        want = ours().float()
         for name, kernel in kernels.items():
             try:
+                began = time.perf_counter()
+                got = kernel()
+                bench.sync()
+                first = time.perf_counter() - began
                 for _ in range(3):
                     kernel()
                 seconds = bench.time(lambda: [kernel() for _ in range(10)]) / 10  # noqa: B023
             except Exception as error:  # a kernel that this machine lacks is a result too
                 found.append({"kernel": name, "rows": list(lengths), "error": str(error).splitlines()[0][:160]})
             else:
+                got = got if isinstance(got, torch.Tensor) else got[0]
+                got = got.transpose(1, 2) if got.dim() == 4 else got
                 found.append(
-                    {"kernel": name, "rows": list(lengths), "ms": round(1e3 * seconds, 3), "tflops": round(flop / seconds / 1e12, 1)}
+                    {
+                        "kernel": name,
+                        "rows": list(lengths),
+                        "ms": round(1e3 * seconds, 3),
+                        "tflops": round(flop / seconds / 1e12, 1),
+                        "first_call_s": round(first, 3),
+                        "largest_difference": round(float((got.float().reshape(want.shape) - want).abs().max()), 5),
+                    }
                 )
             bench.say(json.dumps(found[-1]))
     return found
