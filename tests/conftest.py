@@ -58,6 +58,22 @@ def tiny_tokenizer_dir(tmp_path_factory: pytest.TempPathFactory, conversations: 
     return folder
 
 
+@pytest.fixture(scope="session")
+def byte_level(conversations: list[dict[str, Any]]) -> Any:
+    """A byte-level tokenizer with the control tokens of ``chat_templates``."""
+    import chat_templates
+
+    return chat_templates.make_byte_level(m["content"] for row in conversations for m in row["messages"])
+
+
+@pytest.fixture(scope="session")
+def metaspace(conversations: list[dict[str, Any]]) -> Any:
+    """The same in the manner of sentencepiece."""
+    import chat_templates
+
+    return chat_templates.make_metaspace(m["content"] for row in conversations for m in row["messages"])
+
+
 def make_tiny_target(folder: Path, tokenizer_dir: Path, **sizes: Any) -> Path:
     """A tiny random Llama with the given tokenizer. 512 embedding rows for 500 tokens, so a mask row is free."""
     import shutil
