@@ -13,7 +13,7 @@ import pytest
 from conftest import write_run_file
 
 from dflash_offline.config import RunConfig
-from dflash_offline.doctor import examine, machine, scheduler, software, storage
+from dflash_offline.doctor import examine, hosts, machine, scheduler, software, storage
 from dflash_offline.environment import driver, environment, torch_build
 from dflash_offline.watch.gpus import GpuReader
 
@@ -196,3 +196,21 @@ def reach() -> Callable[[RunConfig, Path], list[str]]:
 def test_without_luigid_the_local_scheduler_is_fine(config: RunConfig) -> None:
     (check,) = scheduler.luigid(config)
     assert check.level == "ok"
+
+
+def test_hosts_that_the_run_file_names(config: RunConfig) -> None:
+    here = socket.gethostname()
+
+    def check(more: str) -> list[tuple[str, str]]:
+        text = config.source.read_text(encoding="utf-8").replace("[train]\n", f"[train]\n{more}\n")
+        path = config.source.with_name("hosts.toml")
+        path.write_text(text, encoding="utf-8")
+        return [(found.level, found.found) for found in hosts.hosts(RunConfig.load(path))]
+
+    assert check("") == []
+    meet = 'master_address = "127.0.0.1"'
+    known = ("ok", f"{here}, named in the run file")
+    assert check(f'nodes = ["{here}", "b"]\n{meet}') == [known, ("ok", "2 hosts meet at 127.0.0.1 (127.0.0.1), port 29500")]
+    level, found = check(f'nodes = ["no-such-host.invalid", "{here}"]')[1]
+    assert level == "fail" and found.startswith("no-such-host.invalid is not known here")
+    assert check(f'nodes = ["a", "b"]\n{meet}')[0] == ("warn", f"{here}, in neither [hosts] nor [train] nodes")

@@ -4,6 +4,7 @@
 ``software``   Python, packages, torch's build, driver, NCCL, Triton, compiler, compile cache
 ``machine``    GPUs, the target's folder, memory, limits of the shell
 ``storage``    disk: kind, space, locks, clock, measured rates
+``hosts``      the hosts that the run file names
 ``scheduler``  luigid
 """
 

@@ -22,13 +22,14 @@ class Check:
 
 def examine(config: RunConfig) -> list[Check]:
     """All checks for a run file on this machine, in the order they are printed."""
-    from dflash_offline.doctor import machine, scheduler, software, storage
+    from dflash_offline.doctor import hosts, machine, scheduler, software, storage
 
     groups: list[Callable[[RunConfig], Iterator[Check]]] = [
         software.python,
         software.torch_build,
         software.compilers,
         machine.gpus,
+        hosts.hosts,
         machine.target,
         machine.limits,
         storage.disk,
