@@ -22,6 +22,12 @@ pytestmark = pytest.mark.gpu
 GEOMETRIES = [(32, 8, 128, 16), (9, 3, 64, 16), (40, 8, 128, 16), (8, 8, 64, 8), (10, 2, 80, 10), (16, 2, 128, 5)]
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """Without what tests before have compiled: PyTorch gives up a function after a number of shapes."""
+    torch._dynamo.reset()
+
+
 def geometry(heads: int, kv_heads: int, width: int, size: int) -> dict[str, object]:
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": width, "block_size": size}
     return shape | {"dtype": torch.bfloat16, "device": torch.device("cuda")}
