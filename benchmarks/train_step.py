@@ -235,16 +235,12 @@ def main(argv: list[str] | None = None) -> None:
         "cases": [], "failed": {},
     }  # fmt: skip
     print({name: value for name, value in result.items() if name not in ("cases", "failed")}, flush=True)
+    merge(result, arguments.merge)
     for work in works:
         run_work(work, arguments, dtype, result)
     if not arguments.skip_first_steps:
         result["first_step"] = first_steps(arguments)
-    merge(result, arguments.merge)
-    summarise(result)
-    out = arguments.out or (None if arguments.tiny or device == "cpu" else RESULT)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, arguments.out)
     print_table(result)
 
 
@@ -271,6 +267,7 @@ def run_work(work: Work, arguments: argparse.Namespace, dtype: torch.dtype, resu
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
             result["failed"][f"{work.name}: {name}"] = reason
             print("FAILED", work.name, name, reason, flush=True)
+        save(result, arguments.out)
 
 
 def summarise(result: dict[str, Any]) -> None:
@@ -296,14 +293,20 @@ def summarise(result: dict[str, Any]) -> None:
             result["ratio_vs_specforge"] = result["ratios_vs_specforge"][work.name][ours]
 
 
+def save(result: dict[str, Any], path: Path) -> None:
+    """After every case: a run that is cut short keeps what it has measured."""
+    summarise(result)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def merge(result: dict[str, Any], others: list[Path]) -> None:
     """Take in the cases that other calls on this kind of device measured on other pieces of work."""
     for path in others:
         other = json.loads(path.read_text())
         if other["device"] != result["device"]:
             sys.exit(f"--merge {path}: measured on {other['device']}, not on {result['device']}")
-        works = {case["work"] for case in result["cases"]}
-        result["cases"] += [case for case in other["cases"] if case["work"] not in works]
+        result["cases"] += other["cases"]
         result["failed"] |= other["failed"]
 
 
