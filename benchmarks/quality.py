@@ -237,9 +237,9 @@ class Bench:
 
         source, (codec, _, head) = self.prepare(), name.partition("-")
         short = {"epochs": self.options.codec_epochs, "rows": self.options.codec_rows, "head_precision": head or "bf16"} | MODERN
-        config = run_file(self.options, f"codec-{name}", codec=codec, **short, **self.limit())
+        config = run_file(self.options, f"codec-{name}", codec=codec, last_hidden=False, **short, **self.limit())
         self.corpus(config)
-        if codec != "lossless":
+        if keys.capture_key(config) != keys.capture_key(source):
             recode(source, config, self.device)
         found = summary(Layout(config.root_dir).store(keys.capture_key(config)))
         sizes = {each: found[each] for each in ("bytes_per_token", "ratio", "tokens")}

@@ -30,7 +30,16 @@ RECIPES: dict[str, dict[str, Any]] = {  # ``share``: of the micro-batch of ``equ
 }
 
 
-def run_file(options: argparse.Namespace, name: str, *, codec: str, share: float = 1.0, rows: int | None = None, **train: Any) -> RunConfig:
+def run_file(
+    options: argparse.Namespace,
+    name: str,
+    *,
+    codec: str,
+    share: float = 1.0,
+    rows: int | None = None,
+    last_hidden: bool = True,
+    **train: Any,
+) -> RunConfig:
     """A run file for one arm; every arm shares the root, so corpus and captures are made once."""
     gpus = '"cpu"' if options.device == "cpu" else str(options.gpus)
     anchors, tokens = train.get("anchors", ANCHORS), max(options.edges[-1], int(options.tokens * share))
@@ -53,7 +62,7 @@ heldout_fraction = 0.02
 [store]
 codec = "{codec}"
 verify = "sizes"
-store_last_hidden = {json.dumps(options.last_hidden)}
+store_last_hidden = {json.dumps(options.last_hidden and last_hidden)}
 [drafter]
 layers = {options.layers}
 block_size = {BLOCK}
