@@ -33,6 +33,7 @@ def examine(config: RunConfig) -> list[Check]:
         machine.target,
         machine.limits,
         storage.disk,
+        storage.object_store,
         scheduler.luigid,
     ]
     return [check for group in groups for check in group(config)]

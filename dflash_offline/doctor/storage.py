@@ -1,4 +1,4 @@
-"""The disk that the root is on: its kind, space, locks, clock, and rates measured with a file of 128 MB."""
+"""The disk that the root is on: kind, space, locks, clock, and rates measured with a file of 128 MB; the object store, if any."""
 
 import contextlib
 import fcntl
@@ -15,6 +15,7 @@ _PROBE_BYTES = 128 << 20
 _REMOTE_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "beegfs", "gpfs", "ceph", "fuse.sshfs", "9p")
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _FEW_BYTES = 10e9
+_OBJECT_BYTES = 8 << 20
 _SLOW_MB_PER_S = 100
 _CLOCK_S = 5.0  # leases expire after 60 s of silence by the file server's clock; hosts must not differ by much
 
@@ -45,6 +46,30 @@ def disk(config: RunConfig) -> Iterator[Check]:
         yield Check("disk", "fail", f"{folder}: {error.strerror}", "choose another root in the run file")
     finally:
         probe.unlink(missing_ok=True)
+
+
+def object_store(config: RunConfig) -> Iterator[Check]:
+    """An object of 8 MB is put below ``[store] url``, read again and deleted."""
+    if config.store.url is None:
+        return
+    from dflash_offline.errors import StoreError
+    from dflash_offline.store import open_objects
+
+    name, content = f".dflash-doctor-{os.getpid()}", os.urandom(_OBJECT_BYTES)
+    try:
+        objects = open_objects(config.store.url)
+        begun = time.perf_counter()
+        objects.put(name, content)
+        put = time.perf_counter()
+        same, read = objects.get(name) == content, time.perf_counter()
+        objects.delete([name])
+    except StoreError as error:
+        where, _, what = str(error).partition(": ")
+        yield Check("object store", "fail", f"{where}: {what}", "see `In an object store` in docs/store.md")
+        return
+    rates = f"one connection writes {len(content) / 1e6 / (put - begun):.0f} and reads {len(content) / 1e6 / (read - put):.0f} MB/s"
+    text = f"{config.store.url}: {rates}" if same else f"{config.store.url}: what was read is not what was written"
+    yield Check("object store", "ok" if same else "fail", text, "" if same else "choose another [store] url")
 
 
 def file_system(path: Path) -> str:

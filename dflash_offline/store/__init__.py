@@ -24,6 +24,7 @@ Reading order::
 from dflash_offline.store.batch import EncodedBatch
 from dflash_offline.store.inspect import details, diff, environment_notes, export_sample, samples, stats, summary, unfinished
 from dflash_offline.store.making import create_or_open, rebuild_index
+from dflash_offline.store.objects import open_objects
 from dflash_offline.store.reader import HiddenStateStore, StoredSample, committed_hashes
 from dflash_offline.store.remote import Remote, mirror
 from dflash_offline.store.schema import check_identity, committed_parts
@@ -46,6 +47,7 @@ __all__ = [
     "environment_notes",
     "export_sample",
     "mirror",
+    "open_objects",
     "rebuild_index",
     "samples",
     "stats",
