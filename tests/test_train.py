@@ -3,7 +3,9 @@
 import json
 import re
 import signal
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from dflash_offline.manifest import damaged_files, read_manifest, write_manifest
 from dflash_offline.progress import Progress
 from dflash_offline.replay import ReplayResult, replay
 from dflash_offline.target import load_embedding_and_head
-from dflash_offline.train import heldout, kernels, records, speed
+from dflash_offline.train import heldout, kernels, loop, records, speed, state
 from dflash_offline.train.loop import Trainer
 from dflash_offline.train.proof import prove
 from dflash_offline.train.ranks import Ranks
@@ -156,8 +158,6 @@ def test_one_nan_in_the_store_stops_before_the_update(make_trainer, monkeypatch:
 
 
 def test_no_checkpoint_is_written_from_a_diverged_run(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash_offline.train import loop
-
     real = loop.block_loss
     calls = []
 
@@ -321,6 +321,28 @@ def test_ranks_that_differ_are_named_once() -> None:
     assert said[0].startswith("warning: ranks differ in speed: rank 0 takes 0.200s for a micro-batch, 2.00 times as long as rank 1")
     assert said[2].startswith("warning: ranks differ in memory: 90.0 GiB are in use where rank 1 runs, 60.0 GiB where rank 0 does")
     assert speed.RankWatch().step(ranks_of(0.1)) == []
+
+
+def test_what_takes_too_long_is_said_once() -> None:
+    said: list[str] = []
+    with speed.StallWatch(said.append, after_s=0.2) as stall:
+        for _ in range(30):
+            stall.at("computing")
+            time.sleep(0.01)
+        assert said == []
+        stall.at("waiting for data")
+        time.sleep(0.7)
+    assert said == ["has been waiting for data for 0 minutes"]
+
+
+def test_a_reader_that_hangs_is_said(make_trainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(loop, "StallWatch", partial(speed.StallWatch, after_s=0.2))
+    trainer = make_trainer(max_steps=2)
+    state.resume(trainer)
+    load = trainer.setup.loader.load
+    monkeypatch.setattr(trainer.setup.loader, "load", lambda job: (time.sleep(0.8 if job.step == 1 else 0), load(job))[1])
+    trainer.run()
+    assert "warning: rank 0 has been waiting for data for 0 minutes, at step 2\n" in capsys.readouterr().out
 
 
 def test_records_drop_what_a_resumed_run_will_write_again(tmp_path: Path) -> None:

@@ -25,13 +25,14 @@ from dflash_offline.errors import TrainError
 from dflash_offline.objective import LossOutput, block_loss
 from dflash_offline.optimizer import lr_at, noise_at
 from dflash_offline.progress import Progress
-from dflash_offline.stage import TERMINATED
+from dflash_offline.stage import SAVING, TERMINATED
 from dflash_offline.train import heldout, kernels, state
 from dflash_offline.train.diagnosis import describe_divergence
 from dflash_offline.train.proof import prove_attention
 from dflash_offline.train.ranks import GradientSum, Ranks
 from dflash_offline.train.reporter import Reporter
 from dflash_offline.train.setup import Setup
+from dflash_offline.train.speed import StallWatch
 from dflash_offline.train.statistics import LOSS, RATE, RECOMPILES, SAVE, STOP, WEIGHT, RankNumbers, Statistics, StepNumbers
 
 
@@ -74,6 +75,7 @@ class Trainer:
         self.num_graphs, self.recompiled, self.warmed_up = 0, 0, False
         self.measured = RankNumbers()  # of this rank's last settled step
         self.settled_at = time.perf_counter()
+        self.stall = StallWatch(lambda text: progress.say(f"warning: rank {ranks.rank} {text}, at step {self.next_step + 1}"))
         self.heldout_jobs = heldout.jobs(
             setup.corpus,
             heldout.choose_rows(setup.corpus, self.train.heldout_rows, available=setup.loader.stored >= 0),
@@ -119,7 +121,9 @@ class Trainer:
         jobs, waited_s = self.jobs(step), feed.waited_s
         read_s, moved = 0.0, []
         for job in jobs:
+            self.stall.at("waiting for data")
             batch = feed.take()
+            self.stall.at("computing")
             if job is jobs[-1]:
                 self.gradients.start()
             out = self.losses(batch)
@@ -134,6 +138,7 @@ class Trainer:
         waited_s = feed.waited_s - waited_s
         statistics.set_rank(self.ranks.rank, self.measured)
         self._tell(statistics)
+        self.stall.at("summing gradients with the other ranks")
         self.gradients.finish()
         vector = self.ranks.sum(statistics.vector)
         norm = setup.optimizer.update(lr=lr, clip=train.clip, weight_sum=vector[WEIGHT], loss_sum=vector[LOSS])
@@ -164,6 +169,7 @@ class Trainer:
         if pending is None:
             return
         if pending.ready is not None:
+            self.stall.at("waiting for its GPU, which may wait for the other ranks")
             pending.ready.synchronize()
         seconds, self.settled_at = time.perf_counter() - self.settled_at, time.perf_counter()
         count, device = len(self.jobs(pending.step)), self.setup.device
@@ -243,7 +249,7 @@ class Trainer:
         self.settled_at = time.perf_counter()
         jobs = (job for number in range(self.next_step, self.order.total_steps) for job in self.jobs(self.order.step(number)))
         try:
-            with Prefetcher(jobs, self.setup.loader.load) as reader:
+            with self.stall, Prefetcher(jobs, self.setup.loader.load) as reader:
                 feed, self.reporter.reader = self.feed(reader, training=True), reader
                 while self.next_step < self.order.total_steps:
                     step = self.order.step(self.next_step)
@@ -272,10 +278,12 @@ class Trainer:
         number, last = self.next_step, self.next_step == self.order.total_steps
         if number % self.train.evaluate_every == 0 or last:
             self.settle()
+            self.stall.at("evaluating")
             self.evaluate()
             self.settled_at = time.perf_counter()
         if number % self.train.checkpoint_every == 0 or last or self.save_agreed or self.stop_agreed:
             self.settle()
+            self.stall.at(SAVING)
             state.save(self)
             self.saved_at, self.save_agreed = time.monotonic(), False
             self.settled_at = time.perf_counter()

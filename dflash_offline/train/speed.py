@@ -1,7 +1,9 @@
-"""Watches that training is as fast as it was, and that no rank is slower or fuller than another."""
+"""Watches that training is as fast as it was, that no rank is slower or fuller than another, and that nothing hangs."""
 
+import threading
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ from dflash_offline.train.statistics import RankNumbers
 WATCHED = 20  # steps in the rolling rate of one shape, and in a comparison of ranks
 SLOW = 0.5  # a rolling rate below this share of the best one is said
 APART = 1.2  # ranks that differ by more than this factor are said
+STALL_S = 600.0  # spent on one thing after which that is said
 LEAST_BYTES = 1 << 30  # ... in memory only from this difference on: below it a process is judged by what it imports
 
 
@@ -140,6 +143,40 @@ def _speed(steps: Sequence[RankNumbers]) -> RankSpeed:
     work = sum(step.work_s for step in steps)
     waited = sum(step.waited_s for step in steps)
     return RankSpeed(work / sum(step.micro_batches for step in steps), min(1.0, waited / max(work, 1e-9)), steps[-1].memory)
+
+
+class StallWatch:
+    """Says what a rank has been at for too long: a disk that hangs and a rank that waits for another make no step and no noise.
+
+    Use as a context manager; ``at`` costs nothing and may be called outside of it.
+    """
+
+    def __init__(self, say: Callable[[str], None], *, after_s: float = STALL_S) -> None:
+        self._say, self._after_s = say, after_s
+        self._at: tuple[str, float] = ("starting", time.monotonic())
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stall", daemon=True)
+
+    def at(self, what: str) -> None:
+        """What the rank does from now on, as it is to be read after "has been"."""
+        self._at = (what, time.monotonic())
+
+    def _watch(self) -> None:
+        said = None
+        while not self._stop.wait(self._after_s / 20):
+            now = self._at
+            what, since = now
+            if now is not said and time.monotonic() - since > self._after_s:
+                said = now
+                self._say(f"has been {what} for {(time.monotonic() - since) / 60:.0f} minutes")
+
+    def __enter__(self) -> "StallWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 def _gib(count: float) -> str:
