@@ -108,6 +108,27 @@ def test_prompt_files(tmp_path: Path) -> None:
         read_prompts(tmp_path / "absent.jsonl", most=9)
 
 
+def test_sampling_follows_the_seed_and_is_not_compared_with_greedy_text(
+    tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The distribution itself is tested where the rule is; here that an evaluation samples at all."""
+    folder = exported(tmp_path / "zlab", Drafter(tiny_shape()))
+    prompts = [write_lines(tmp_path / "eval-a.jsonl", [{"prompt": f"hello {i}"} for i in range(3)])]
+
+    def evaluated(**options: Any) -> tuple[dict[str, Any], str]:
+        found = evaluate_folder(tiny_target, folder, prompts, max_new_tokens=12, **options)
+        return found["datasets"]["a"], capsys.readouterr().out
+
+    one, said = evaluated(temperature=2.0, seed=1)
+    assert "one prompt at a time" in said and "Sampled at temperature 2" in said and "not checked" in said
+    assert one["batch"] == 1 and one["identical"] + one["near_ties"] + one["different"] == 0 and one["baseline_tokens_per_s"] > 0
+    counts = ("accepted_per_slot", "tokens", "steps")
+    again, _ = evaluated(temperature=2.0, seed=1)
+    assert [again[name] for name in counts] == [one[name] for name in counts]
+    greedy, said = evaluated()
+    assert greedy["identical"] == 3 and greedy["batch"] == 8 and "Sampled" not in said
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_turns_are_asked_one_after_the_other(tiny_target: Path, batch: int) -> None:
     from dflash_offline.target import load_tokenizer

@@ -112,6 +112,9 @@ def _exported(run: "RunConfig") -> Path:
 @_device_option
 @click.option("--max-prompts", type=click.IntRange(min=1), help="Most prompts of each file; [evaluate] max_prompts when left out.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Most tokens of one turn; [evaluate] max_new_tokens when left out.")
+@click.option("--batch", type=click.IntRange(min=1), help="Prompts decoded at once; [evaluate] batch when left out.")
+@click.option("--temperature", type=click.FloatRange(min=0.0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
 @click.option("--no-baseline", is_flag=True, help="Do not run the target alone: no speed-up, no check of the text.")
 @json_option
 def evaluate(
@@ -121,6 +124,9 @@ def evaluate(
     device: str | None,
     max_prompts: int | None,
     max_new_tokens: int | None,
+    batch: int | None,
+    temperature: float,
+    seed: int,
     no_baseline: bool,
     as_json: bool,
 ) -> None:
@@ -144,6 +150,9 @@ def evaluate(
         max_prompts=max_prompts or run.evaluate.max_prompts,
         max_new_tokens=max_new_tokens or run.evaluate.max_new_tokens,
         baseline=not no_baseline,
+        batch=batch or run.evaluate.batch,
+        temperature=temperature,
+        seed=seed,
         chat_template_kwargs=run.corpus.chat_template_kwargs,
         chat_template=template,
         trust_remote_code=run.target.trust_remote_code,

@@ -22,10 +22,16 @@ class Loop:
 
     Args:
         batch: prompts at once.
+        temperature: 0 is greedy; else tokens are sampled from the target's distribution, one prompt at a time.
+        seed: of the sampling.
     """
 
-    def __init__(self, decoder: Decoder, *, batch: int, say: Say = print) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: Decoder, *, batch: int, temperature: float = 0.0, seed: int = 0, say: Say = print) -> None:
+        self.decoder, self.temperature = decoder, temperature
+        self._generator = torch.Generator(decoder.target.device).manual_seed(seed)
+        if batch > 1 and temperature > 0:
+            say("Sampled answers are decoded one prompt at a time")
+            batch = 1
         if batch > 1 and not supports(decoder.target.model):
             say("This target's prompts are decoded one at a time: not all its layers are full attention that takes a mask")
             batch = 1
@@ -33,12 +39,16 @@ class Loop:
         self._batched = BatchedDecoder(decoder, batch, say=say) if batch > 1 else None
 
     def run(self, queue: deque[Work], *, max_new_tokens: int, plain: bool) -> Iterator[tuple[Any, Response]]:
-        """Each response as it ends, with the name of its prompt; ``plain``: by the target alone. The queue may grow meanwhile."""
+        """Each response as it ends, with the name of its prompt; the queue may grow meanwhile.
+
+        ``plain``: by the target alone, greedily.
+        """
         if self._batched is not None:
             run = self._batched.run_plain if plain else self._batched.run
             yield from run(queue, max_new_tokens=max_new_tokens)
             return
-        generate = self.decoder.generate_plain if plain else self.decoder.generate
+        sampling = {"temperature": self.temperature, "generator": self._generator}
+        generate = self.decoder.generate_plain if plain else partial(self.decoder.generate, **sampling)
         while queue:
             name, ids = queue.popleft()
             yield name, generate(ids, max_new_tokens=max_new_tokens)
@@ -119,11 +129,11 @@ def run_dataset(
     say: Say = print,
     on_prompt: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """One data set, greedily -> its entry of ``results.json`` (see ``summarise``)."""
+    """One data set -> its entry of ``results.json`` (see ``summarise``). Sampled answers are not compared with the greedy ones."""
     options = {"max_new_tokens": max_new_tokens, "chat_template_kwargs": chat_template_kwargs, "baseline": baseline}
     held, alone, asked = hold(loop, tokenizer, prompts, on_prompt=on_prompt, **options)
     comparisons: list[Comparison] = []
-    for prompt, responses, plain, turns in zip(prompts, held, alone, asked, strict=True):
+    for prompt, responses, plain, turns in zip(prompts, held, alone, asked, strict=True) if loop.temperature == 0 else ():
         for turn, (ours, own, ids) in enumerate(zip(responses, plain, turns, strict=False), start=1):
             found = compare(ours, own, dtype=dtype, at_once=partial(loop.decoder.target.at_once, ids, own.tokens))
             comparisons.append(found)

@@ -166,6 +166,10 @@ def report_lines(results: dict[str, Any]) -> list[str]:
             pair = replayed["loop"]
             line += f"; on {pair['reproduced']} answers the target writes again: replay {pair['replay']:.3f}, real loop {pair['loop']:.3f}"
         lines.append(line)
+    if results.get("temperature"):
+        lines.append(
+            f"Sampled at temperature {results['temperature']:g} by the exact rejection rule; such answers are not compared with greedy ones"
+        )
     if results["device"] == "cpu" and results["datasets"]:
         lines.append(
             "A CPU shows no speed-up: a block costs it as much as its tokens one by one. Acceptance lengths are the same everywhere."
@@ -187,6 +191,8 @@ def evaluate_folder(
     max_new_tokens: int = 256,
     baseline: bool = True,
     batch: int = 8,
+    temperature: float = 0.0,
+    seed: int = 0,
     chat_template_kwargs: dict[str, Any] | None = None,
     chat_template: Path | None = None,
     trust_remote_code: bool = False,
@@ -194,6 +200,9 @@ def evaluate_folder(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Evaluate an exported drafter (z-lab or speculators, ours or another's) on a target.
+
+    Args:
+        temperature, seed: see ``Loop``.
 
     Returns:
         As ``results.json``, without ``tau_replay``.
@@ -212,7 +221,7 @@ def evaluate_folder(
         target_folder, read.shape, read.tensors, device=chosen, dtype=dtype, trust_remote_code=trust_remote_code, where=str(drafter_folder)
     )
     datasets = run_files(
-        Loop(decoder, batch=batch, say=say),
+        Loop(decoder, batch=batch, temperature=temperature, seed=seed, say=say),
         load_tokenizer(target_folder, chat_template),
         list(prompt_files),
         dtype=dtype,
@@ -228,6 +237,7 @@ def evaluate_folder(
         "device": str(chosen),
         "dtype": str(dtype).removeprefix("torch."),
         "block_size": read.shape.block_size,
+        "temperature": temperature,
     }
     for line in report_lines(results):
         say(line)
