@@ -32,8 +32,11 @@ _DATASET = re.compile(r"(?:hf:)?(?P<path>[\w-][\w.-]*/[\w.-]+)(?:@(?P<config>[\w
 _DATA_SUFFIX = re.compile(r"\.(jsonl?|ndjson|parquet|arrow|gz|bz2|xz|zst|zip|csv|txt)\Z", re.I)
 
 
-def expand(config: "RunConfig", patterns: list[str], *, where: str) -> list[Path]:
+def expand(config: "RunConfig", patterns: list[str], *, where: str, only_files: bool = False) -> list[Path]:
     """Names as written in a run file -> existing files, sorted inside each name.
+
+    Args:
+        only_files: take no standard input and no data set.
 
     Hidden files and folders (names that start with a dot) inside a folder are left out.
 
@@ -44,7 +47,7 @@ def expand(config: "RunConfig", patterns: list[str], *, where: str) -> list[Path
     found: list[Path] = []
     for pattern in patterns:
         path = config.path(pattern)
-        if pattern == STDIN:
+        if pattern == STDIN and not only_files:
             matched = [stdin_file(config, where=where)]
         elif path.is_dir():
             inside = (entry for entry in path.rglob("*") if not any(part.startswith(".") for part in entry.relative_to(path).parts))
@@ -54,7 +57,7 @@ def expand(config: "RunConfig", patterns: list[str], *, where: str) -> list[Path
         else:  # root_dir, not a joined pattern: the run file's own folder may have brackets in its name
             names = glob.iglob(str(Path(pattern).expanduser()), root_dir=config.source.parent, recursive=True)  # noqa: PTH207
             matched = _once(entry for entry in map(config.path, names) if entry.is_file())
-        if not matched and is_dataset_name(pattern, path):
+        if not matched and not only_files and is_dataset_name(pattern, path):
             matched = dataset_files(config, pattern, where=where)
         if not matched:
             raise ConfigError(f"{config.source.name}: {where}: {pattern!r} matches no file (looked for {path})")

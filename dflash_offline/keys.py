@@ -136,7 +136,7 @@ def export_key(config: RunConfig) -> str:
 
 def evaluate_key(config: RunConfig) -> str:
     """Key of the evaluation."""
-    prompts = identity.files_identity(config, config.files(config.evaluate.prompts, where="[evaluate] prompts"))
+    prompts = identity.files_identity(config, config.evaluation_prompts())
     options = config.evaluate.model_dump(mode="json", exclude={"gpus", "prompts"})
     return identity.short(["evaluate", FORMAT, train_key(config), prompts, options])
 

@@ -114,7 +114,7 @@ def reduced_run_file(config: RunConfig, *, corpus: Path, rows: int, steps: int) 
         for name in {"max_steps", "log_every", "checkpoint_every", "evaluate_every"} & set(entry):
             del entry[name]
     sections["evaluate"] = sections.get("evaluate", {}) | {
-        "prompts": [str(path) for path in config.files(config.evaluate.prompts, where="[evaluate] prompts")],
+        "prompts": [str(path) for path in config.evaluation_prompts()],
         "max_prompts": min(_PROMPTS, config.evaluate.max_prompts),
         "max_new_tokens": min(_NEW_TOKENS, config.evaluate.max_new_tokens),
         "heldout_rows": min(_HELDOUT, config.evaluate.heldout_rows),

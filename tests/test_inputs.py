@@ -135,6 +135,12 @@ def test_a_data_set_without_the_package_is_one_line(run_file: Callable[..., Path
         config.files(["owner/talks"], where="[corpus] files")
 
 
+def test_prompts_of_an_evaluation_are_files_only(run_file: Callable[..., Path]) -> None:
+    for name in ("-", "owner/talks"):
+        with pytest.raises(ConfigError, match=f"\\[evaluate\\] prompts: '{name}' matches no file \\(looked for "):
+            RunConfig.load(run_file(evaluate={"prompts": [name]})).evaluation_prompts()
+
+
 # In a process of its own: the package reads its settings when it is imported
 DATASETS = """
 import json, sys

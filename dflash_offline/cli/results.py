@@ -145,7 +145,7 @@ def evaluate(
     found = evaluate_folder(
         _target_folder(run),
         exported,
-        list(prompts) or run.files(run.evaluate.prompts, where="[evaluate] prompts"),
+        list(prompts) or run.evaluation_prompts(),
         device=_device(run, device),
         max_prompts=max_prompts or run.evaluate.max_prompts,
         max_new_tokens=max_new_tokens or run.evaluate.max_new_tokens,

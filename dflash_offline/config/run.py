@@ -148,6 +148,12 @@ class RunConfig(Section):
 
         return expand(self, patterns, where=where)
 
+    def evaluation_prompts(self) -> list[Path]:
+        """The files of [evaluate] prompts. Files only: each of them is a data set, called by its file's name."""
+        from dflash_offline.inputs import expand
+
+        return expand(self, self.evaluate.prompts, where="[evaluate] prompts", only_files=True)
+
     @model_validator(mode="after")
     def _clashes(self) -> "RunConfig":
         if "regenerate" in self.model_fields_set and not self.regenerates:

@@ -67,7 +67,7 @@ def evaluate(config: RunConfig, key: str, progress: Progress) -> dict[str, Any]:
         where=str(trained / "drafter"),
     )
     template = config.path(config.corpus.chat_template) if config.corpus.chat_template else None
-    files = config.files(config.evaluate.prompts, where="[evaluate] prompts")
+    files = config.evaluation_prompts()
     folder.mkdir(parents=True, exist_ok=True)
     loop = Loop(decoder, batch=config.evaluate.batch, say=progress.say)
     datasets = run_files(
