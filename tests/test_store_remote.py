@@ -297,6 +297,16 @@ def test_a_store_is_opened_by_its_url(bucket, folder, monkeypatch):
     assert found.exit_code == 1 and "no hidden-state store here" in found.stderr
 
 
+def test_doctor_tries_the_object_store(bucket, run_file):
+    from dflash_offline.doctor.storage import object_store
+
+    (check,) = object_store(RunConfig.load(run_file(4, store={"url": bucket})))
+    assert check.level == "ok" and "MB/s" in check.found and open_objects(bucket).sizes() == {}
+    (check,) = object_store(RunConfig.load(run_file(4, store={"url": "s3://no-such-bucket/x"})))
+    assert check.level == "fail" and "there is no such bucket" in check.found and check.advice
+    assert list(object_store(RunConfig.load(run_file(4)))) == []
+
+
 def test_pruning_a_store_deletes_its_objects_and_no_others(bucket, folder):
     from dflash_offline import tidy
 
@@ -396,10 +406,8 @@ def test_capture_and_training_through_s3(tmp_path, server, bucket, tiny_target, 
     sections = {"train": {"epochs": 1, "max_steps": 2}, "store": {"codec": "int8", "url": bucket, "cache_bytes": 100_000_000}}
     path = write_run_file(tmp_path, model=tiny_target, files=[corpus], **sections)
 
-    def luigi(task: str) -> tuple[int, str]:
-        return _cli(tmp_path, "luigi", "--module", "pipelines", task, "--log-level", "WARNING", environment=server.environment)
-
-    status, said = luigi("TrainDrafter")
+    command = ["luigi", "--module", "pipelines", "TrainDrafter", "--log-level", "WARNING"]
+    status, said = _cli(tmp_path, *command, environment=server.environment)
     assert status == 0, said
     (root,) = (tmp_path / "out").glob("captures/*/hidden_states.zarr")
     objects = open_objects(f"{bucket}/{root.parent.name}/hidden_states.zarr")
@@ -411,18 +419,17 @@ def test_capture_and_training_through_s3(tmp_path, server, bucket, tiny_target, 
     assert store.verify(root, values=True) == []
     there = store.HiddenStateStore(root)
     expected = {there[i].sha256: there[i].hidden_states() for i in range(len(there))}
-    # the root is lost: another one goes on with what is there and captures nothing again
-    shutil.rmtree(tmp_path / "out")
+    # the captures are lost: planning takes over what is in the object store, and leaves nothing to capture
+    shutil.rmtree(tmp_path / "out" / "captures")
     objects.delete(["writer.json"])
-    status, said = luigi("CaptureHiddenStates")
-    assert status == 0, said
-    (plan,) = (tmp_path / "out").glob("captures/*/plans/*.json")
-    assert json.loads(plan.read_text())["parts"] == []
+    (prepared,) = (tmp_path / "out").glob("corpora/*/manifest.json")
+    corpus = Corpus.open(prepared.parent)
+    plan = make_plan(RunConfig.load(path), corpus, root, root.parent / "plans" / "plan.json")
+    assert plan.parts == [] and plan.reused == store.committed_parts(root) != []
     there = store.HiddenStateStore(root, verify="deep")
     assert all(same_bits(there[there.find(sha256)].hidden_states(), hidden) for sha256, hidden in expected.items()) and len(expected) == 12
     # a bucket that is not there is said when the capture is planned, before a model is loaded
     path.write_text(path.read_text().replace(bucket, "s3://nowhere/x"))
-    (corpus_folder,) = (tmp_path / "out").glob("corpora/*")
     with pytest.raises(StoreError, match=r"^s3://nowhere/x/\w+/hidden_states\.zarr: there is no such bucket") as caught:
-        make_plan(RunConfig.load(path), Corpus.open(corpus_folder), tmp_path / "other" / "s", tmp_path / "other" / "plans" / "plan.json")
+        make_plan(RunConfig.load(path), corpus, tmp_path / "other" / "s", tmp_path / "other" / "plans" / "plan.json")
     assert "\n" not in str(caught.value)
