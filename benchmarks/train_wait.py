@@ -1,6 +1,6 @@
 """Real training of a Qwen3-8B-shaped drafter on one GPU and on two: rate, and how long ranks wait for data.
 
-    python benchmarks/train_wait.py --ranks 1,2                      # H200s; about two minutes, 14 GB of disk, 2.5 GB of /dev/shm
+    python benchmarks/train_wait.py --ranks 1,2                      # H200s; about two minutes, 9 GB of disk, 2.5 GB of /dev/shm
     python benchmarks/train_wait.py --ranks 1,2 --device cpu --tiny  # the same code on a tiny shape, to see that it runs
 
 Every number of ranks trains the same drafter, from the same int8 store of random rows, with the same global batch, by
@@ -58,7 +58,7 @@ class Size:
         return self.steps * MICRO_BATCHES
 
 
-LARGE = Size(QWEN3_8B, 3072, 512, 40)
+LARGE = Size(QWEN3_8B, 3072, 512, 32)
 SMALL = Size(TINY.shape, 96, 12, 24)
 
 
