@@ -13,7 +13,7 @@ from dflash_offline.gpus import try_locked
 from dflash_offline.processes import Job
 from dflash_offline.progress import Progress
 from pipelines.base import RunTask, one_line_process_errors
-from pipelines.places import Held, Share
+from pipelines.places import Held, Share, node_of_this_host
 
 LOOK_AGAIN_S = 2.0
 
@@ -43,14 +43,26 @@ class DrafterTask(RunTask):
         Raises:
             ProcessError: a process failed, or ended well and left no output.
         """
-        if not self.drafter:
+        if not self.drafter and not self.waits_for_nodes:
             super().run()
             return
+        attempt = self._look if self.waits_for_nodes else self._attempt
         with one_line_process_errors(self.logs):
             self.logs.mkdir(parents=True, exist_ok=True)
             with Waiting(self) as waiting:
-                while not self.complete() and not self._attempt(waiting):
+                while not self.complete() and not attempt(waiting):
                     time.sleep(LOOK_AGAIN_S)
+
+    @property
+    def waits_for_nodes(self) -> bool:
+        """Whether the run file names the hosts that train and evaluate, and this is none of them."""
+        return bool(self.run_config.train.nodes) and node_of_this_host(self.run_config) is None
+
+    def _look(self, waiting: "Waiting") -> bool:
+        nodes = ", ".join(self.run_config.train.nodes)
+        waiting.say(f"waits for what {nodes} make; this host is not in [train] nodes")
+        waiting.tick()
+        return False
 
     def _attempt(self, waiting: "Waiting") -> bool:
         """Run if nobody else is at this drafter; whether that was so."""

@@ -29,7 +29,7 @@ from dflash_offline.manifest import MANIFEST, read_json
 from dflash_offline.processes import Job
 from dflash_offline.report.ranking import Ranked, ranked
 from pipelines.base import RunTask, StoppedError, one_line, outcome
-from pipelines.drafters import LOOK_AGAIN_S, DrafterTask
+from pipelines.drafters import DrafterTask
 from pipelines.places import (
     Held,
     Share,
@@ -170,20 +170,6 @@ class TrainDrafter(DrafterTask):
     def output(self) -> luigi.LocalTarget:
         return target(self.layout.drafter(self.key) / MANIFEST)
 
-    @property
-    def waits_for_nodes(self) -> bool:
-        """Whether other hosts train it, and this one does not."""
-        return bool(self.run_config.train.nodes) and node_of_this_host(self.run_config) is None
-
-    def run(self) -> None:
-        if not self.waits_for_nodes:
-            super().run()
-            return
-        nodes = ", ".join(self.run_config.train.nodes)
-        self.say(f"train: this host is not in [train] nodes; it waits for the drafter that {nodes} train")
-        while not self.complete():
-            time.sleep(LOOK_AGAIN_S)
-
     def share(self) -> Share:
         return training_share(self.whole_config, self.drafter, locks=self.logs)
 
@@ -258,7 +244,7 @@ class EvaluateDrafter(DrafterTask):
         with one_line():
             if self.drafter:
                 self.share()
-            else:
+            elif not self.waits_for_nodes:
                 evaluate_gpu(self.run_config)
         return TrainDrafter(config=self.config, drafter=self.drafter)
 

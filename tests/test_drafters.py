@@ -264,9 +264,9 @@ class TwoNodes:
         nodes = {"nodes": ["node-a", "node-b.cluster"], "master_address": "127.0.0.1", "master_port": self.port}
         self.run_file = write_run_file(self.shared, model=model, files=[corpus], corpus=runs.CORPUS, store=self.store, train=train | nodes)
 
-    def start(self) -> "list[subprocess.Popen[str]]":
+    def start(self, *others: str) -> "list[subprocess.Popen[str]]":
         self.started += 1
-        folders = {host: self.folder / f"{host}-{self.started}" for host in self.hosts}
+        folders = {host: self.folder / f"{host}-{self.started}" for host in (*self.hosts, *others)}
         for folder in folders.values():
             folder.mkdir()
         return [command(folder, "TrainDrafter", config=self.run_file, host=host) for host, folder in folders.items()]
@@ -276,14 +276,17 @@ def test_two_hosts_capture_and_train_one_drafter_together(tmp_path: Path, tiny_t
     train = {"epochs": 2, "micro_batches_per_step": 3}
     nodes = TwoNodes(tmp_path, tiny_target, conversations, **train)
     both, path, port, store = nodes.shared, nodes.run_file, nodes.port, nodes.store
-    hosts = nodes.start()
+    hosts = nodes.start("waits")
     outputs = [process.communicate(timeout=300)[0] for process in hosts]
-    assert [process.returncode for process in hosts] == [0, 0], "\n".join(outputs)
-    a, b = outputs
+    assert [process.returncode for process in hosts] == [0, 0, 0], "\n".join(outputs)
+    a, b, other = outputs
+    assert "train: waits for what node-a, node-b.cluster make; this host is not in [train] nodes" in other
+    assert not [name for name in started(other) if name.startswith("train")]
     assert "train-0: started" in a and "train-1: started" not in a and "train-1: started" in b and "train-0: started" not in b
     assert f"train: node 2 of 2, 1 of 2 ranks, which meet at 127.0.0.1:{port}" in b
-    assert all("capture-0: started" in output for output in outputs)
-    assert started(a + b).count("corpus") == 1
+    captured = [host for host, output in zip((*nodes.hosts, "waits"), outputs, strict=True) if "capture-0: started" in output]
+    assert captured and all((both / "out" / "logs" / "capture" / host / "capture-0.log").is_file() for host in captured)
+    assert started(a + b + other).count("corpus") == 1
     logs = both / "out" / "logs"
     assert (logs / "train" / "node-a.cluster" / "train-0.log").is_file() and (logs / "train" / "node-b" / "train-1.log").is_file()
     assert read_manifest(runs.drafter_folder(path), kind="drafter")["ranks"] == 2
@@ -339,6 +342,8 @@ def test_hosts_share_out_independent_drafters(tmp_path: Path, tiny_target: Path,
     assert started("".join(outputs)).count("corpus") == started("".join(outputs)).count("report") == 1
     assert all("best of 4 drafters: " in output for output in outputs)
     first = (both / "out" / "logs" / "first-host").read_text()
-    other = "two" if first == "one" else "one"
-    assert (both / "out" / "logs" / "capture" / other / "capture-0.log").is_file()
-    assert (both / "out" / "logs" / "capture" / "capture-0.log").is_file()
+    for host, output in zip(("one", "two"), outputs, strict=True):
+        folder = both / "out" / "logs" / "capture" / ("" if host == first else host)
+        assert (folder / "capture-0.log").is_file() == ("capture-0: started" in output), (
+            "the first host at a root needs no folder of its own"
+        )
