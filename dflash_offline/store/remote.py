@@ -342,7 +342,9 @@ class RemoteShard:
 
     def preadv(self, buffers: Sequence[Any], offset: int) -> int:
         """Fill the buffers from byte ``offset`` on; returns how many bytes there were."""
-        cache, missing = self.remote.cache, []
+        cache, missing, length = self.remote.cache, [], sum(memoryview(buffer).nbytes for buffer in buffers)
+        if offset + length > self.size:
+            return max(0, self.size - offset)  # as of a file cut short; nothing is filled
         for block, first, views in self._by_block([memoryview(buffer).cast("B") for buffer in buffers], offset):
             size = min(cache.block_bytes, self.size - block * cache.block_bytes)
             if not cache.read(self.key, block, views, first, size):
@@ -358,7 +360,7 @@ class RemoteShard:
                 view[:] = data[first : first + len(view)]
                 first += len(view)
             cache.keep(self.key, block, data)
-        return sum(memoryview(buffer).nbytes for buffer in buffers)
+        return length
 
     def _by_block(self, views: list[memoryview], offset: int) -> Iterator[tuple[int, int, list[memoryview]]]:
         """Number of each block touched, where to begin in it, and the pieces of ``views`` that it fills."""
