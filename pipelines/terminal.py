@@ -12,11 +12,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import FrameType
 
 from dflash_offline.progress import COMMAND
 
 END_S = 3.0  # the drawing process gets to print what is on its way
+CLEAR_S = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -58,6 +62,8 @@ class _Drawing:
         for number in taken:
             os.dup2(sink, number)
         os.close(sink)
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+            signal.signal(signal.SIGTSTP, _suspend)
         atexit.register(self.end)  # runs before what was registered earlier: the last words of the outcome
 
     def end(self) -> None:
@@ -76,6 +82,12 @@ class _Drawing:
         except subprocess.TimeoutExpired:  # a process that was left behind still holds the pipe
             self._process.kill()
             self._process.wait()
+
+
+def _suspend(number: int, frame: FrameType | None) -> None:
+    """Ctrl-Z: the shell takes the terminal as soon as this process stops, so let the drawing one clear its lines first."""
+    time.sleep(CLEAR_S)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _same_terminal(first: int, second: int) -> bool:

@@ -108,7 +108,7 @@ def start(tmp_path: Path, luigid: Luigid) -> Iterator[Callable[[float], "subproc
 def test_messages_percentage_and_link_of_a_running_task(
     start: Callable[[float], "subprocess.Popen[str]"], luigid: Luigid, tmp_path: Path
 ) -> None:
-    command = start(4.0)
+    command = start(2.5)
     task = luigid.wait_for("Capture", lambda task: bool(task["status_message"] and task["tracking_url"]))
     first, *others = task["status_message"].splitlines()
     assert re.match(r"capture +\S+  1 of 4 parts  [\d.]+K tokens/s  ETA 60s$", first), first
@@ -124,11 +124,11 @@ def test_messages_percentage_and_link_of_a_running_task(
     assert set(luigid.tasks("DONE")) == {"Capture", "Train"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_luigid_that_dies_stops_no_model_process_and_the_command_can_still_be_stopped(
     start: Callable[[float], "subprocess.Popen[str]"], luigid: Luigid, tmp_path: Path, number: signal.Signals
 ) -> None:
-    command = start(3.0)
+    command = start(1.5)
     luigid.wait_for("Capture", lambda task: True)
     luigid.process.kill()
     end = time.monotonic() + 30

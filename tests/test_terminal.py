@@ -74,12 +74,12 @@ class Train(Stage):
 BAR = "\u2501"
 
 
-def prepared(folder: Path) -> list[str]:
+def prepared(folder: Path, task: str = "Train") -> list[str]:
     """The command, and the folder to run it in filled."""
     (folder / "worker.py").write_text(WORKER)
     (folder / "few.py").write_text(PIPELINE)
     write_run_file(folder, model=folder / "model", files=[folder / "none.jsonl"])
-    return [sys.executable, "-m", "luigi", "--module", "few", "Train"]
+    return [sys.executable, "-m", "luigi", "--module", "few", task]
 
 
 @pytest.fixture
@@ -87,9 +87,9 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     """``terminal(seconds=..., columns=...)``: the command on a terminal; each of its processes works so long."""
     opened: list[Terminal] = []
 
-    def start(*, seconds: float, columns: int = 100, rows: int = 24, **environment: str) -> Terminal:
+    def start(*, seconds: float, task: str = "Train", columns: int = 100, rows: int = 24, **environment: str) -> Terminal:
         variables = {"PYTHONPATH": str(tmp_path), "SECONDS": str(seconds), **environment}
-        opened.append(Terminal(prepared(tmp_path), cwd=tmp_path, columns=columns, rows=rows, **variables))
+        opened.append(Terminal(prepared(tmp_path, task), cwd=tmp_path, columns=columns, rows=rows, **variables))
         return opened[-1]
 
     yield start
@@ -102,7 +102,7 @@ def bars(screen: str) -> list[str]:
 
 
 def test_bars_stay_below_lines_that_scroll_and_go_when_all_is_done(terminal: Callable[..., Terminal]) -> None:
-    shown = terminal(seconds=2.0, columns=120)
+    shown = terminal(seconds=1.6, columns=120)
     screen = shown.wait_for(lambda text: len(bars(text)) == 3 and "line 5 of capture" in text)
     lines = screen.splitlines()
     assert lines[-3:] == bars(screen), "at the bottom, once"
@@ -150,13 +150,37 @@ def test_ctrl_c_leaves_a_clean_terminal_and_the_last_words(terminal: Callable[..
     assert subprocess.run(["pgrep", "-f", f"dflash_offline.watch.*{shown.process.pid}"], capture_output=True).returncode == 1
 
 
+def test_ctrl_z_and_the_background_leave_the_terminal_to_the_shell(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    command = " ".join(prepared(tmp_path, "Capture"))
+    variables = {"PYTHONPATH": str(tmp_path), "SECONDS": "30", "PS1": "PROMPT> "}
+    shell = Terminal(["bash", "--norc", "--noprofile", "-i"], cwd=tmp_path, columns=110, **variables)
+    try:
+        shell.wait_for(lambda text: "PROMPT>" in text)
+        shell.press(command.encode() + b"\n")
+        shell.wait_for(lambda text: len(bars(text)) == 3)
+        shell.press(b"\x1a")
+        screen = shell.wait_for(lambda text: "Stopped" in text and "PROMPT>" in text.splitlines()[-1])
+        assert bars(screen) == []
+        shell.press(b"bg\n")
+        line = max(map(int, re.findall(r"line (\d+) of", shell.text)), default=0) + 4
+        shell.wait_for(lambda text: f"line {line} of" in text)
+        assert bars(shell.text) == []
+        shell.press(b"fg\n")
+        shell.wait_for(lambda text: len(bars(text)) == 3)
+        shell.press(b"\x03")
+        shell.wait_for(lambda text: text.endswith("PROMPT>"))
+        assert bars(shell.text) == []
+    finally:
+        shell.close()
+
+
 def test_drawing_that_is_killed_takes_nothing_with_it(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    shown = terminal(seconds=1.5)
+    shown = terminal(seconds=1.8, task="Capture")
     shown.wait_for(lambda text: len(bars(text)) == 3)
     found = subprocess.run(["pgrep", "-f", f"dflash_offline.watch.*--command {shown.process.pid}"], capture_output=True, text=True)
     os.kill(int(found.stdout), signal.SIGKILL)
     assert shown.finish() == 0, shown.everything
-    assert (tmp_path / "out" / "done-train-0").exists()
+    assert (tmp_path / "out" / "done-capture-1").exists()
 
 
 @pytest.mark.parametrize(
@@ -165,13 +189,13 @@ def test_drawing_that_is_killed_takes_nothing_with_it(terminal: Callable[..., Te
 def test_plain_lines_on_a_dumb_terminal_and_no_colour_where_none_is_wanted(
     terminal: Callable[..., Terminal], variables: dict[str, str], drawn: bool, coloured: bool
 ) -> None:
-    shown = terminal(seconds=1.0, **variables)
+    shown = terminal(seconds=1.0, task="Capture", **variables)
     assert shown.finish() == 0
     text = shown.raw.decode()
     assert (BAR in text) == drawn
     assert bool(re.search(r"\x1b\[[\d;]*(3[0-7]|9[0-7])m", text)) == coloured
     assert "\x1b" not in text or drawn
-    assert "train-0: line 3 of train" in text
+    assert "capture-0: line 3 of capture" in text
 
 
 def test_plain_lines_in_a_pipe(tmp_path: Path) -> None:

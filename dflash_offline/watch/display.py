@@ -117,7 +117,7 @@ class Display:
 
     def suspend(self, *_: Any) -> None:
         """Ctrl-Z: leave a clean terminal to the shell."""
-        self._region.clear()
+        self._region.leave()
         os.kill(os.getpid(), signal.SIGSTOP)
         self._resized = True
 

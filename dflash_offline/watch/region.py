@@ -55,9 +55,11 @@ class Region:
         """Print whole lines above them."""
         self._write(self._erase() + content + self._drawn())
 
-    def clear(self) -> None:
-        """Take the lines away until they are shown again."""
-        self._write(self._erase())
+    def leave(self) -> None:
+        """Take the lines away until they are shown again; where the shell was quicker, its prompt stands there, and they are left."""
+        if self.in_foreground:
+            self._write(self._erase())
+        self._shown = False
 
     def _erase(self) -> bytes:
         shown, self._shown = self._shown, False
