@@ -14,7 +14,7 @@ Parts, each of which replaces its own entry of the result file; several calls, a
     python benchmarks/quality.py --responses FILE --prompts DIR --root DIR prepare equal time codec-int8
 
 The stage's own code trains, in this process; what it writes is what ``luigi TrainDrafter`` would take as done. Stores of
-the ``codec-`` parts hold the captured states of the lossless one, coded anew, so that they differ in nothing else.
+the ``codec-`` parts hold the captured states, coded anew, so that they differ in nothing else.
 """
 
 import argparse
@@ -73,8 +73,8 @@ class Bench:
             write_json(self.options.out, result)
 
     def prepare(self) -> RunConfig:
-        """Capture the corpus into the lossless store, once; whoever comes later waits."""
-        config = run_file(self.options, "prepare", codec="lossless")
+        """Capture the corpus into the store, once; whoever comes later waits."""
+        config = run_file(self.options, "prepare", codec=self.options.codec)
         done = Layout(config.root_dir).capture(keys.capture_key(config)) / "prepared"
         with locked(self.options.root / "prepare.lock"):
             if not done.exists():
@@ -106,7 +106,7 @@ class Bench:
         from dflash_offline.train.setup import prepare
 
         self.prepare()
-        config = run_file(self.options, "equal", codec="lossless")
+        config = run_file(self.options, "equal", codec=self.options.codec)
         with locked(self.options.root / "specforge.lock"):
             setup = prepare(config, "specforge", Ranks(0, 1), self.device)
             tensors, result = quality_peer.train(
@@ -142,7 +142,7 @@ class Bench:
         key = keys.train_key(config)
         folder = Layout(config.root_dir).drafter(key)
         if not (folder / "manifest.json").exists():
-            train(config, argparse.Namespace(key=key), Progress(None))
+            train(config, argparse.Namespace(key=key, partial=False), Progress(None))
         manifest = read_manifest(folder, kind="drafter")
         rows = read_metrics(folder / METRICS)
         tokens = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
@@ -165,7 +165,7 @@ class Bench:
 
     def equal(self) -> dict[str, Any]:
         self.prepare()
-        return self.ours(run_file(self.options, "equal", codec="lossless", **self.limit()))
+        return self.ours(run_file(self.options, "equal", codec=self.options.codec, **self.limit()))
 
     def limit(self) -> dict[str, Any]:
         return {} if self.options.max_steps is None else {"max_steps": self.options.max_steps}
@@ -174,7 +174,7 @@ class Bench:
         """As long as SpecForge trained: seconds of a step are measured first, then the number of epochs is set."""
         self.prepare()
         recipe = RECIPES[name]
-        step_s, steps_per_epoch = self.pace(run_file(self.options, name, codec="lossless", **recipe, **self.limit()))
+        step_s, steps_per_epoch = self.pace(run_file(self.options, name, codec=self.options.codec, **recipe, **self.limit()))
         theirs = self.peer_seconds()
         seconds = self.options.seconds or theirs or PEER_SECONDS
         allowed = min(seconds, self.left_s - 45)  # what is left also has to do for compiling again and for decoding
@@ -183,7 +183,7 @@ class Bench:
         epochs = max(0.05, 0.95 * allowed / step_s / steps_per_epoch)  # the rest is for evaluations on the way and the last checkpoint
         print(f"{name}: {1e3 * step_s:.1f} ms a step, {steps_per_epoch} steps an epoch: {epochs:.2f} epochs in {allowed:.0f} s", flush=True)
         settled = {"epochs": round(epochs, 2), "evaluate_every": max(1, int(epochs * steps_per_epoch / 10))}
-        config = run_file(self.options, name, codec="lossless", **(recipe | settled), **self.limit())
+        config = run_file(self.options, name, codec=self.options.codec, **(recipe | settled), **self.limit())
         return {"peer_train_s": seconds, "peer_measured_here": theirs is not None} | self.ours(config)
 
     def peer_seconds(self) -> float | None:
@@ -326,6 +326,7 @@ def head_line(arms: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    sys.setswitchinterval(5e-4)  # as the training stage does: for the peer too
     bench = Bench(parse(argv, description=__doc__))
     done = [bench.run(name) for name in bench.options.parts]
     print(f"=== all in {time.perf_counter() - bench.began:.0f} s: {sum(done)} of {len(done)} parts", flush=True)
