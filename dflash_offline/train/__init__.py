@@ -25,6 +25,7 @@ them it is the only one. Rank 0 writes all files. Weights, optimiser and gradien
 """
 
 import argparse
+import sys
 import time
 
 from dflash_offline.buckets import count_text
@@ -56,6 +57,9 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
     check_installed(config.train.trackers)
     ranks = Ranks.from_environment()
     device = choose_device(config, ranks)
+    if device.type == "cuda":
+        # the backward pass asks for the interpreter at every parameter; a reader thread would keep it for 5 ms each time
+        sys.setswitchinterval(5e-4)
     folder = None
     if device.type == "cuda":
         folder, said = kernels.use_cache_folder(device)
