@@ -185,7 +185,11 @@ def _load(name: str, where: str) -> list[Path]:
         raise ConfigError(f"{where} matches no file; if it is a Hugging Face data set: `pip install datasets`") from None
     match = _DATASET.fullmatch(name)
     assert match is not None
+    from huggingface_hub.utils import logging
+
     datasets.logging.set_verbosity_error()
+    logging.set_verbosity_error()
+    print(f"{name} is no file here: asking `datasets` for a data set of that name", file=sys.stderr, flush=True)  # may take a while
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
