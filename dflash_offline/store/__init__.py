@@ -2,23 +2,24 @@
 
 Reading order::
 
-    schema      names, attributes, index
-    shards      Zarr shard files written and read straight
-    objects     an object store, by URL
-    cache       blocks of its files, kept here
-    remote      a store in an object store and its local folder
-    making      making a store, refusing another's
-    values      finite, not all zero, norms
-    staging     encoding where a sample lies, codes to the CPU
-    part_files  files of a part: shape, metadata, small arrays, manifest
-    journal     what is safe of a part that is being written
-    writer      PartWriter: resumable, committed whole
-    parts       one committed part, opened
-    memory      memory of read batches, used again
-    batch       encoded rows on their way to the device
-    reader      HiddenStateStore: samples and encoded batches
-    verify      every byte against the manifests
-    inspect     what is in a store, as dictionaries: summary, samples, details, stats, diff
+    schema         names, attributes, index
+    shard_writing  one Zarr shard file, written straight
+    shards         Zarr arrays: metadata, small ones, shards read straight
+    objects        an object store, by URL
+    cache          blocks of its files, kept here
+    remote         a store in an object store and its local folder
+    making         making a store, refusing another's
+    values         finite, not all zero, norms
+    staging        encoding where a sample lies, codes to the CPU
+    part_files     files of a part: shape, metadata, small arrays, manifest
+    journal        what is safe of a part that is being written
+    writer         PartWriter: resumable, committed whole
+    parts          one committed part, opened
+    memory         memory of read batches, used again
+    batch          encoded rows on their way to the device
+    reader         HiddenStateStore: samples and encoded batches
+    verify         every byte against the manifests
+    inspect        what is in a store, as dictionaries: summary, samples, details, stats, diff
 """
 
 from dflash_offline.store.batch import EncodedBatch

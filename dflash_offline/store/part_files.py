@@ -26,7 +26,8 @@ from dflash_offline.codecs import Codec, EncodedArray
 from dflash_offline.config import StoreConfig
 from dflash_offline.store import schema
 from dflash_offline.store.journal import Journal
-from dflash_offline.store.shards import array_metadata, write_shard, write_small
+from dflash_offline.store.shard_writing import write_shard
+from dflash_offline.store.shards import array_metadata, write_small
 
 SAMPLE = np.dtype([("sample_id", "<i8"), ("sha256", "u1", 32), ("bucket", "<i2"), ("tokens", "<i8")])  # a row of the spool
 

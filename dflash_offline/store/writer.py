@@ -31,7 +31,7 @@ from dflash_offline.store import schema
 from dflash_offline.store.journal import Journal
 from dflash_offline.store.part_files import SAMPLE, PartShape, write_metadata, write_part_manifest, write_small_arrays
 from dflash_offline.store.remote import Remote
-from dflash_offline.store.shards import write_shard
+from dflash_offline.store.shard_writing import write_shard
 from dflash_offline.store.staging import Piece, Stager
 from dflash_offline.store.values import Norms, check_values
 
