@@ -65,7 +65,7 @@ def test_loss_is_that_of_the_targets_own_logits(tmp_path: Path, inputs: Path, ti
 
 
 def test_training_runs_from_start_to_end_and_gets_closer_to_the_target(tmp_path: Path, inputs: Path, tiny_target: Path) -> None:
-    train = {"kl_weight": 1.0, "epochs": 4, "lr": 3e-3, "evaluate_every": 1, "micro_batches_per_step": 1}
+    train = {"kl_weight": 1.0, "epochs": 2, "lr": 3e-3, "evaluate_every": 8, "micro_batches_per_step": 1}
     run_file = runs.make_run(tmp_path, inputs, model=tiny_target, train=train, store=STORE)
     manifest = read_manifest(runs.train_here(run_file), kind="drafter")
     heldout = [row["heldout"]["loss"] for row in runs.metrics(run_file) if "heldout" in row]
