@@ -14,7 +14,7 @@ Phase 1: conversations -> hidden states
     ``regenerate``  the target writes the answers itself                  stage ``python -m dflash_offline.regenerate``
     ``corpus``      conversations, chat template, loss mask, buckets      stage ``python -m dflash_offline.corpus``
     ``plan``        which rows are still to be captured, in parts and batches
-    ``target``      load a target model and tap its layers
+    ``target``      load a target model and tap its layers    ``gguf``  what a GGUF file says of its model
     ``codecs``      bfloat16 kept bit-exact, or coarser: the numeric step
     ``store``       the hidden-state store in Zarr: schema, resumable writer, verified reader
     ``capture``     one replica of the target                             stage ``python -m dflash_offline.capture``
