@@ -256,6 +256,10 @@ def test_tau_replay_beside_the_loop(
     assert found["loop"]["rows"] == 2 and found["loop"]["reproduced"] == 1
     assert found["loop"]["agrees"] and found["loop"]["replay"] == found["loop"]["loop"] > 0.8 * BLOCK
     assert "WARNING" not in capsys.readouterr().out
+    # of the other row, the 20 tokens of its answer that the target writes too
+    alone = tau_replay(Loop(decoder, batch=1), [foreign], loop_rows=1, max_new_tokens=100)["loop"]
+    assert alone["reproduced"] == 0 and alone["replay"] is None and alone["agrees"] is None
+    assert alone["common"]["replay"] == alone["common"]["loop"] > 2 and alone["common"]["difference"] == 0
     # hidden states shifted by one, the fault that training does not show: the tool says so itself
     shifted = HeldoutRow(ids.numpy(), mask.numpy(), lambda: hidden.roll(-1, 0))
     found = tau_replay(Loop(decoder, batch=1), [shifted], loop_rows=1, max_new_tokens=100)
