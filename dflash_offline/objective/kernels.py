@@ -20,9 +20,11 @@ from dflash_offline.objective.softmax import Statistics
 
 LANES = 4096  # columns that one step of a row's loop takes
 GRADIENT_COLUMNS = 8192
+# one number a row is read of these: whether a chunk of them begins at a multiple of 16 bytes is no reason to compile again
+_BY_ROW = ["labels", "weights", "normalisers", "teacher_normalisers", "multipliers"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["labels", "best_out", "nll_out", "normaliser_out", "divergence_out", "teacher_out"])
 def _statistics_kernel(
     logits, teacher, labels, best_out, nll_out, normaliser_out, divergence_out, teacher_out, V, LANES: tl.constexpr, TEACHER: tl.constexpr
 ):
@@ -67,7 +69,7 @@ def _statistics_kernel(
         tl.store(teacher_out + row, teacher_normaliser)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_BY_ROW)
 def _gradient_kernel(
     logits,
     teacher,
