@@ -202,6 +202,7 @@ def shape_cases(
     flop = layer_flop(config, rows.lengths, max(target.layer_ids) + 1)
     forwarder = Forwarder(target, compile_layers=True, is_hybrid=False, vocab_size=config.vocab_size, say=bench.say, packed=True)
     assert forwarder.packs, "the benchmark is about packed batches"
+    bench.say(f"attention plans of cuDNN built in {bench.time(lambda: forwarder.prepare(rows.lengths.tolist())):.1f} s")
     capture_case(bench, f"{name}: capture, packed, no store", forwarder, rows, parts, flop)
     found: dict[str, Any] = {"hf_tokens_per_s": reference}
     if thorough:
@@ -248,6 +249,7 @@ def startup(bench: Bench, sizes: dict[str, Any], heads: dict[str, Any], dtype: t
     made: list[Forwarder] = []
     options = {"compile_layers": True, "is_hybrid": False, "vocab_size": config.vocab_size, "say": print, "packed": True}
     prepare = bench.time(lambda: made.append(Forwarder(target, **options)))
+    prepare += bench.time(lambda: made[0].prepare(list(range(256, 8192, 256))))
     ids = [np.arange(length) % config.vocab_size for length in ((2700, 2690, 2650, 2600) if bench.is_cuda else (27, 26, 25, 20))]
     first = bench.time(lambda: list(made[0].run(ids, 0)))
     second = bench.time(lambda: list(made[0].run(ids[:1], 0)))

@@ -220,11 +220,12 @@ def attention_rates(bench: Bench, config: Any, dtype: torch.dtype) -> list[dict[
         q = torch.randn(total, heads, size, device=bench.device, dtype=dtype)
         k, v = (torch.randn(total, groups, size, device=bench.device, dtype=dtype) for _ in range(2))
         bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=bench.device)
+        edges = bounds.cpu()
         dense = [x.view(len(lengths), lengths[0], -1, size).transpose(1, 2) for x in (q, k, v)]
         repeated = [q, k.repeat_interleave(heads // groups, 1), v.repeat_interleave(heads // groups, 1)]
 
-        def ours(q: Any = q, k: Any = k, v: Any = v, bounds: Any = bounds, longest: int = max(lengths)) -> Any:
-            return torch.ops.dflash_offline.rows_attention(q, k, v, bounds, longest, size**-0.5, 0)
+        def ours(q: Any = q, k: Any = k, v: Any = v, bounds: Any = bounds, edges: Any = edges, longest: int = max(lengths)) -> Any:
+            return torch.ops.dflash_offline.rows_attention(q, k, v, bounds, edges, longest, size**-0.5, 0)
 
         def padded_by(backend: SDPBackend, dense: Any = dense) -> Any:
             with sdpa_kernel(backend):

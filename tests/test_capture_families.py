@@ -18,7 +18,7 @@ from dflash_offline.config.target import TargetConfig
 from dflash_offline.progress import Progress
 from dflash_offline.store import HiddenStateStore
 from dflash_offline.target import Target, facts, packing_obstacle
-from dflash_offline.target.packed import obstacle
+from dflash_offline.target.packed import obstacle, row_by_row
 
 LENGTHS = [30, 29, 21, 20, 20, 17, 13, 12, 9, 8, 8, 7, 5, 4, 3, 3, 2, 2, 2, 1]
 PACKED = {"llama", "llama-tied", "qwen2", "qwen3", "mistral-window", "gemma3-text", "qwen3-moe", "qwen3-vl", "gemma3"}
@@ -79,6 +79,21 @@ def test_what_cannot_be_packed_is_found_out_even_if_it_is_asked_for(family: str,
     forwarder = Forwarder(target, packed=True, compile_layers=False, is_hybrid=known.is_hybrid, vocab_size=V, say=said.append)
     assert not forwarder.packs and said[0].startswith("rows are padded, not packed: ")
     assert_equal(captured(forwarder, 7), plain_rows(target), 2e-5)
+
+
+def test_a_kernel_of_few_lengths_gives_each_row_its_own_attention() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(100, n, 8, generator=generator) for n in (4, 2, 2))
+    edges, lengths = [0, 37, 38, 90, 100], []
+
+    def attention(*three: torch.Tensor) -> torch.Tensor:
+        lengths.append(three[0].shape[2])
+        return torch.nn.functional.scaled_dot_product_attention(*three, is_causal=True, enable_gqa=True)
+
+    want = row_by_row(q, k, v, edges, attention, step=1)
+    found = row_by_row(q, k, v, edges, attention, step=16)
+    assert lengths == [37, 1, 52, 10, 48, 16, 64, 16]
+    torch.testing.assert_close(found, want)
 
 
 def test_what_speaks_against_packing_is_named() -> None:

@@ -78,14 +78,15 @@ def test_rows_attention_equals_attention_of_each_row(window: int | None) -> None
     q = torch.randn(sum(lengths), 8, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
     k, v = (torch.randn(sum(lengths), 2, 64, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(2))
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    found = torch.ops.dflash_offline.rows_attention(q, k, v, bounds.cuda(), max(lengths), 0.125, window or 0)
-    want = torch.ops.dflash_offline.rows_attention(*(x.cpu().float() for x in (q, k, v)), bounds, max(lengths), 0.125, window or 0)
+    found = torch.ops.dflash_offline.rows_attention(q, k, v, bounds.cuda(), bounds, max(lengths), 0.125, window or 0)
+    want = torch.ops.dflash_offline.rows_attention(*(x.cpu().float() for x in (q, k, v)), bounds, bounds, max(lengths), 0.125, window or 0)
     torch.testing.assert_close(found.cpu().float(), want, rtol=2e-2, atol=2e-2)
 
 
 def test_long_rows_go_through_more_pieces_than_there_are_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "SLOT_BYTES", 1 << 14)
     monkeypatch.setattr(staging, "SLOTS", 2)
+    monkeypatch.setattr(staging, "_slots", staging.Slots())
     path = tmp_path / "store.zarr"
     create_or_open(path, {"target": "none"})
     hidden = [torch.randn(length, 3, 256, device="cuda", dtype=torch.bfloat16) for length in (700, 5, 333)]
@@ -99,3 +100,14 @@ def test_long_rows_go_through_more_pieces_than_there_are_slots(tmp_path: Path, m
     store = HiddenStateStore(path)
     for i, states in enumerate(hidden):
         assert torch.equal(store[i].hidden_states().view(torch.int16), states.cpu().view(torch.int16))
+
+
+def test_cudnn_attention_is_ready_and_equals_the_flash_kernel() -> None:
+    from transformers import LlamaConfig
+
+    text = LlamaConfig(hidden_size=512, num_attention_heads=8, num_key_value_heads=2)
+    try:
+        problem = packed.prepare_cudnn(text, device=torch.device("cuda", 0), dtype=torch.bfloat16, lengths=[1300, 4000])
+        assert problem is None and packed._cudnn or torch.cuda.get_device_capability() < (9, 0)
+    finally:
+        packed._cudnn = False

@@ -281,6 +281,8 @@ class Replica:
             packed=self.plan.packed,
             say=lambda line: self.progress.say(f"Target {self.replica}: {line}"),
         )
+        planned = [row for part in self.plan.parts for row in part.rows]
+        self.forwarder.prepare(np.unique(np.asarray(self.corpus.lengths)[planned]).tolist())
         self._recorded: dict[str, Any] = {
             "replica": self.replica,
             "host": self.leases.owner.host,

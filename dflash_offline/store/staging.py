@@ -8,6 +8,7 @@ T tokens, t tokens of a piece, K taps, H hidden size, W values per token and tap
 """
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -35,15 +36,35 @@ class Piece:
     release: Callable[[], None]
 
 
+class Slots:
+    """Pinned memory of this process, passed from piece to piece and from part to part: asking for it stops the GPU for a moment."""
+
+    def __init__(self) -> None:
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._number, self._lock = 0, threading.Lock()
+
+    def take(self) -> torch.Tensor:
+        """A free slot; waits while all are on their way."""
+        with self._lock:
+            if self._free.empty() and self._number < SLOTS:
+                self._number += 1
+                return torch.empty(SLOT_BYTES, dtype=torch.uint8, pin_memory=True)
+        return self._free.get()
+
+    def give(self, slot: torch.Tensor) -> None:
+        self._free.put(slot)
+
+
+_slots = Slots()
+
+
 class Stager:
-    """Encoder and slots of one part's writer."""
+    """Encoder of one part's writer."""
 
     def __init__(self, codec: Codec):
         self.codec = codec
         self.piece_tokens = max(1, (SLOT_BYTES - _ALIGNED * len(codec.arrays)) // codec.token_bytes)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._slots: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        self._num_slots = 0
 
     def pieces(self, hidden: torch.Tensor) -> Iterator[Piece]:
         """The pieces of a sample, in order; on a CPU one.
@@ -67,7 +88,7 @@ class Stager:
             yield self._piece(hidden[start:stop], side, start, stop, norms_out.numpy())
 
     def _piece(self, hidden: torch.Tensor, side: torch.cuda.Stream, start: int, stop: int, norms: np.ndarray) -> Piece:
-        slot = self._slot()
+        slot = _slots.take()
         encoded = self.codec.encode(hidden)
         side.wait_stream(torch.cuda.current_stream(hidden.device))
         copies, offset = {}, 0
@@ -85,14 +106,11 @@ class Stager:
             held.clear()  # until here: the copies read this memory
             return {name: array.numpy() for name, array in copies.items()}, norms
 
-        return Piece(start, stop, wait, lambda: self._slots.put(slot))
+        def release() -> None:
+            copied.synchronize()  # of a piece that was never waited for the copy may still be under way
+            _slots.give(slot)
 
-    def _slot(self) -> torch.Tensor:
-        """A free slot; waits while all are on their way."""
-        if self._slots.empty() and self._num_slots < SLOTS:
-            self._num_slots += 1
-            return torch.empty(SLOT_BYTES, dtype=torch.uint8, pin_memory=True)
-        return self._slots.get()
+        return Piece(start, stop, wait, release)
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

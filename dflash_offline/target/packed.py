@@ -1,8 +1,8 @@
 """Rows one after another in one long row, each seeing itself only: no padding, and one shape of batch.
 
 Positions begin anew at each row, and attention is handed to transformers under a name of its own (``rows_attention``),
-so that no mask is ever made. On a GPU it is PyTorch's flash kernel for rows of different length; on a CPU the rows go
-through plain attention one by one.
+so that no mask is ever made. On a GPU it is PyTorch's flash kernel for rows of different length, or, where rows are long
+and cuDNN has a faster kernel, that one row by row; on a CPU the rows go through plain attention one by one.
 
 A target can be packed when attention is all that looks from one token to another, causal, and plain enough for that
 kernel. ``obstacle`` judges by the configuration, before anything is loaded; ``Target.check_packing`` tries it out.
@@ -12,7 +12,7 @@ Tensor legend: T tokens of all rows, N rows, Q query heads, G key-value heads, D
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,13 @@ _LARGEST_HEAD = 256
 # What transformers hands to an attention function and what changes nothing here
 _HARMLESS = {
     "dropout", "position_ids", "cache", "past_key_values", "past_key_value", "use_cache", "cache_position", "layer_idx",
-    "output_attentions", "output_hidden_states", "return_dict", "cu_seq_lens_k", "max_length_k", "position_embeddings", "training",
+    "output_attentions", "output_hidden_states", "return_dict", "max_length_k", "position_embeddings", "training",
 }  # fmt: skip
 
 
+LONG_ROWS = 1024  # mean tokens of a batch's rows from which on a kernel call for each row pays
+CUDNN_STEP = 256
+_cudnn = False  # whether cuDNN's attention was tried in this process and is used for long rows
 _seen: dict[int, int] | None = None  # while a target is tried out: layer number -> the window it passed on
 
 
@@ -90,45 +93,111 @@ def register() -> None:
 
 
 def _rows_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float, window: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    edges: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int,
 ) -> torch.Tensor:
-    if query.is_cuda:
-        left = window - 1 if window else None
-        result = torch.ops.aten._flash_attention_forward(
-            query,
-            key,
-            value,
-            bounds,
-            bounds,
-            longest,
-            longest,
-            0.0,
-            True,
-            False,
-            scale=scale,
-            window_size_left=left,
-            window_size_right=None,
-        )
-        return result[0].contiguous()
-    edges, pieces = bounds.tolist(), []
-    for start, stop in zip(edges, edges[1:], strict=False):
-        q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))
-        mask = None
-        if window and stop - start > window:
-            at = torch.arange(stop - start)
-            mask = (at[:, None] >= at) & (at[:, None] - at < window)
-        pieces.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )[0].transpose(0, 1)
-        )
-    return torch.cat(pieces)
+    if not query.is_cuda:
+        return row_by_row(query, key, value, edges.tolist(), functools.partial(_plain, scale=scale, window=window), step=1)
+    if _cudnn and not window and len(query) >= LONG_ROWS * (len(edges) - 1):
+        return row_by_row(query, key, value, edges.tolist(), functools.partial(_cudnn_attention, scale=scale), step=CUDNN_STEP)
+    left = window - 1 if window else None
+    result = torch.ops.aten._flash_attention_forward(
+        query, key, value, bounds, bounds, longest, longest, 0.0, True, False, scale=scale, window_size_left=left, window_size_right=None
+    )
+    return result[0].contiguous()
 
 
 def _rows_attention_shape(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float, window: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    edges: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int,
 ) -> torch.Tensor:
     return query.new_empty(query.shape)
+
+
+def row_by_row(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: list[int], attention: Callable[..., torch.Tensor], *, step: int
+) -> torch.Tensor:
+    """Causal attention of each row by a kernel that wants one length.
+
+    A row goes in with what follows it, up to a multiple of ``step`` tokens, so that few lengths occur; being causal, no token
+    of the row sees what follows, and what comes out for that is dropped.
+
+    Args:
+        query, key, value: ``[T, Q, D]``, ``[T, G, D]``, ``[T, G, D]``.
+        edges: where rows begin and end.
+        attention: of ``[1, Q, t, D]``, ``[1, G, t, D]``, ``[1, G, t, D]``.
+    """
+    out, total = query.new_empty(query.shape), len(query)
+    for start, stop in zip(edges, edges[1:], strict=False):
+        end = start + -(-(stop - start) // step) * step
+        three = [x[start : min(end, total)] for x in (query, key, value)]
+        if end > total:
+            three = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, end - total)) for x in three]
+        out[start:stop] = attention(*(x.transpose(0, 1)[None] for x in three))[0, :, : stop - start].transpose(0, 1)
+    return out
+
+
+def _plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, window: int) -> torch.Tensor:
+    mask = None
+    if window and query.shape[2] > window:
+        at = torch.arange(query.shape[2])
+        mask = (at[:, None] >= at) & (at[:, None] - at < window)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def _cudnn_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float) -> torch.Tensor:
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, False, 0.0, True, False, scale=scale)[0]
+
+
+def prepare_cudnn(text: Any, *, device: torch.device, dtype: torch.dtype, lengths: list[int]) -> str | None:
+    """Try cuDNN's attention on this GPU and, if it gives what the flash kernel gives, have it ready for rows of these lengths.
+
+    Each multiple of ``CUDNN_STEP`` is a plan of its own that takes a moment to build. From then on batches of long rows use it,
+    in this process.
+
+    Returns:
+        Why it is not used, or None.
+    """
+    global _cudnn
+    register()
+    _cudnn = False
+    heads, groups = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if size > 128 or size % 8 or torch.cuda.get_device_capability(device) < (9, 0):
+        return f"heads of {size} channels on this GPU"
+    generator = torch.Generator(device).manual_seed(0)
+    edges = torch.tensor([0, 1300, 2400], dtype=torch.int32)
+    q, k, v = (torch.randn(2400, n, size, device=device, dtype=dtype, generator=generator) for n in (heads, groups, groups))
+    operation = functools.partial(torch.ops.dflash_offline.rows_attention, q, k, v, edges.to(device), edges, 1300, size**-0.5, 0)
+    want = operation()
+    _cudnn = True
+    try:
+        distance = float((operation() - want).float().norm() / want.float().norm())
+        for length in sorted({-(-length // CUDNN_STEP) * CUDNN_STEP for length in lengths if length >= LONG_ROWS // 2}):
+            empty = [torch.zeros(length, n, size, device=device, dtype=dtype).transpose(0, 1)[None] for n in (heads, groups, groups)]
+            _cudnn_attention(*empty, scale=size**-0.5)
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        _cudnn = False
+        return str(error).strip().splitlines()[0][:160]
+    if not distance < 0.02:
+        _cudnn = False
+        return f"its results are {distance:.2g} away from the flash kernel's"
+    return None
 
 
 def attend(
@@ -142,12 +211,13 @@ def attend(
     is_causal: bool | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: ``query`` [1, Q, T, D], ``key`` and ``value`` [1, G, T, D] -> [1, T, Q, D].
 
     Args:
-        cu_seq_lens_q: int32 [N + 1], where the rows begin and end.
+        cu_seq_lens_q, cu_seq_lens_k: int32 [N + 1], where the rows begin and end; the second one always on the CPU.
         max_length_q: tokens of the longest row.
 
     Raises:
@@ -156,7 +226,7 @@ def attend(
     strange = [name for name, given in others.items() if given is not None and given is not False and name not in _HARMLESS]
     if strange or attention_mask is not None or is_causal is False or getattr(module, "is_causal", True) is False:
         raise NotPackableError(f"{type(module).__name__} wants {', '.join(strange) or 'a mask of its own'}")
-    if cu_seq_lens_q is None or max_length_q is None:
+    if cu_seq_lens_q is None or cu_seq_lens_k is None or max_length_q is None:
         raise NotPackableError(f"{type(module).__name__} is not told where rows begin")
     if key.shape != value.shape or key.shape[-1] != query.shape[-1] or query.shape[0] != 1:
         raise NotPackableError(f"{type(module).__name__} has heads of different size")
@@ -164,7 +234,8 @@ def attend(
         _seen[int(module.layer_idx)] = sliding_window or 0
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return torch.ops.dflash_offline.rows_attention(q, k, v, cu_seq_lens_q, max_length_q, scale, sliding_window or 0)[None], None
+    out = torch.ops.dflash_offline.rows_attention(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, scale, sliding_window or 0)
+    return out[None], None
 
 
 @contextlib.contextmanager
@@ -196,7 +267,7 @@ def check_windows(text: Any, seen: dict[int, int]) -> None:
 
 
 def pack(rows: list[Any], device: torch.device) -> dict[str, Any]:
-    """Arguments of the model's forward for these rows (int arrays [T_n]), all on ``device``."""
+    """Arguments of the model's forward for these rows (int arrays [T_n]), on ``device`` but for ``cu_seq_lens_k`` (see ``attend``)."""
     pinned = device.type == "cuda"
     lengths = torch.tensor([len(row) for row in rows])
     total = int(lengths.sum())
@@ -212,13 +283,14 @@ def pack(rows: list[Any], device: torch.device) -> dict[str, Any]:
         ids[0, start:stop] = torch.from_numpy(np.asarray(row).astype(np.int64))  # a copy: corpora are read-only
         torch.arange(len(row), out=positions[0, start:stop])
         start = stop
+    edges = bounds
     ids, positions, bounds = (x.to(device, non_blocking=True) for x in (ids, positions, bounds))
     longest = int(lengths.max())
     return {
         "input_ids": ids,
         "position_ids": positions,
         "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
+        "cu_seq_lens_k": edges,
         "max_length_q": longest,
         "max_length_k": longest,
     }
