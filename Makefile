@@ -10,7 +10,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-PYTEST_ARGS ?=
+# Two workers, a file at a time; PYTEST_ARGS="-n 0" runs all in one process.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 # Where PyTorch comes from besides the package index in use. Machines without an NVIDIA GPU take the CPU wheels, unless
 # the index in use has a CPU build of that version anyway. Override it: make demo TORCH_INDEX=https://...
