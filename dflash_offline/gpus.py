@@ -193,10 +193,3 @@ def try_locked(path: Path) -> Iterator[int | None]:
 def _name_holder(descriptor: int) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-
-
-def lease_any(
-    gpus: list[str], count: int, say: Callable[[str], None], *, tick: Callable[[], None] = lambda: None
-) -> "contextlib.AbstractContextManager[dict[str, int]]":
-    """Hold the locks of ``count`` of these GPUs (``any_of``); the keys of what is yielded are ``"GPU 5"``."""
-    return any_of({f"GPU {gpu}": lock_folder() / f"{lock_name(gpu)}.lock" for gpu in gpus}, count, say, tick=tick)

@@ -45,7 +45,9 @@ def test_loss_is_that_of_the_targets_own_logits(tmp_path: Path, inputs: Path, ti
         for row in rows:
             ids = torch.from_numpy(setup.corpus.row(row).input_ids.astype("int64"))
             wanted.append(torch.log_softmax(model(ids[None]).logits[0], -1))  # row j: distribution of token j + 1
-        drafted = setup.drafter(batch.hidden_states, setup.embedding[batch.anchor_tokens], batch.blocks, mask_embedding=trainer.mask_embedding)
+        drafted = setup.drafter(
+            batch.hidden_states, setup.embedding[batch.anchor_tokens], batch.blocks, mask_embedding=trainer.mask_embedding
+        )
         drafted = torch.log_softmax(drafted @ setup.head.weight.T, -1)  # [N, B, V]
     starts = {}
     for row, teacher in zip(rows, wanted, strict=True):

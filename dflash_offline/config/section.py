@@ -14,15 +14,6 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False)
 
 
-def _check_gpus(gpus: Gpus | None) -> Gpus | None:
-    if isinstance(gpus, list):
-        if not gpus:
-            raise ValueError('gpus is an empty list; name GPUs, or "all", or "cpu"')
-        if len(set(gpus)) != len(gpus) or min(gpus) < 0:
-            raise ValueError(f"gpus = {gpus}: every GPU once, counted from 0")
-    return gpus
-
-
 def check_gpus(gpus: Gpus | None) -> Gpus | None:
     if isinstance(gpus, list):
         if not gpus:
