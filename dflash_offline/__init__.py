@@ -7,6 +7,7 @@ What a run is
     ``keys``        content key of each stage: what is in it      ``identity``  digests that the keys are made of
     ``layout``      every path under the root, named once         ``manifest``  whole-file writes; the mark of completion
     ``errors``      every error a user can mend, as a tree        ``fields``    the run file's fields and faults in words
+    ``figures``     counts, bytes and seconds in words
     ``precision``   the precisions it names, in torch             ``graphs``    steps recorded as CUDA graphs
     ``inputs``      files, globs, standard input, data sets       ``reference`` run file and reference page made from the model
 

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dflash_offline.figures import count_text
+
 # Open micro-batches a row may still be put into. One leaves half a row of the budget unused in each, eight about a tenth.
 _OPEN_MICRO_BATCHES = 8
 
@@ -150,14 +152,6 @@ def bucket_table(lengths: np.ndarray, edges: Sequence[int], *, tokens_per_batch:
             f" {int((buckets == b).sum()):>8} rows {count_text(tokens):>7} tokens  padding {waste:>4.1f}%"
         )
     return lines
-
-
-def count_text(number: float) -> str:
-    """A count in three or four characters and a unit: 812, 9.8K, 1.25M, 3.1B."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= size:
-            return f"{number / size:.{1 if number < 100 * size else 0}f}{unit}"
-    return f"{number:.0f}"
 
 
 def epoch_order(

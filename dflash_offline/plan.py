@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from dflash_offline import identity, keys
-from dflash_offline.buckets import count_text, packed_batches, padded_batches
+from dflash_offline.buckets import packed_batches, padded_batches
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.storage import Corpus
 from dflash_offline.errors import DFlashError, StoreError, TargetError
+from dflash_offline.figures import count_text
 from dflash_offline.gpus import visible
 from dflash_offline.manifest import read_json, write_json
 

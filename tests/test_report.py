@@ -15,8 +15,8 @@ from dflash_offline.errors import DFlashError
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, damaged_files, read_json, read_manifest
 from dflash_offline.report import write_report
-from dflash_offline.report.blocks import _spread, number, page_blocks
-from dflash_offline.report.facts import capture_rates, capture_remarks, gather
+from dflash_offline.report.blocks import number, page_blocks
+from dflash_offline.report.facts import capture_rates, capture_remarks, gather, thinned
 from dflash_offline.report.page import Code, Heading, Plot, Table, Text, markdown, self_contained_html
 from dflash_offline.report.plots import learning_curve, slots, training_curves
 
@@ -217,12 +217,12 @@ def test_replicas_of_several_hosts_are_told_apart(config: RunConfig) -> None:
     assert [(row["host"], row["tokens"]) for row in capture_rates(parts)] == [("a", 1), ("b", 2)]
 
 
-def test_numbers_and_spread() -> None:
+def test_numbers_andthinned() -> None:
     assert (number(None), number(float("nan")), number(1234), number(0.5, ".0%")) == ("-", "-", "1,234", "50%")
     rows = [{"step": i} for i in range(100)]
-    chosen = [row["step"] for row in _spread(rows, 8)]
+    chosen = [row["step"] for row in thinned(rows, 8)]
     assert len(chosen) == 8 and chosen[0] == 0 and chosen[-1] == 99 and chosen == sorted(set(chosen))
-    assert _spread(rows[:3], 8) == rows[:3]
+    assert thinned(rows[:3], 8) == rows[:3]
 
 
 def test_remarks_on_capture_weigh_parts_by_tokens_and_name_halved_batches() -> None:

@@ -23,9 +23,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.errors import DFlashError
+from dflash_offline.figures import finite
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_json, read_manifest
-from dflash_offline.report.live import POINTS, Live, finite, thinned
+from dflash_offline.report.facts import thinned
+from dflash_offline.report.live import POINTS, Live
 from dflash_offline.report.prometheus import exposition
 from dflash_offline.report.serving import Server, announced, serving_url
 
@@ -184,9 +186,9 @@ def test_a_part_is_read_once(finished_run: Path, tmp_path: Path, monkeypatch: py
 
 def test_many_rows_are_thinned_and_numbers_that_are_none_are_null() -> None:
     rows = [{"step": step} for step in range(5000)]
-    chosen = [row["step"] for row in thinned(rows)]
+    chosen = [row["step"] for row in thinned(rows, POINTS)]
     assert len(chosen) == POINTS and chosen[0] == 0 and chosen[-1] == 4999 and chosen == sorted(set(chosen))
-    assert thinned(rows[:7]) == rows[:7]
+    assert thinned(rows[:7], POINTS) == rows[:7]
     assert finite({"a": [float("nan"), 1.5, float("inf")], "b": (1, "x")}) == {"a": [None, 1.5, None], "b": [1, "x"]}
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_offline.cli.options import bytes_text, config_option, echo_json, finished_folder, json_option, load_run, seconds_text, table
+from dflash_offline.cli.options import config_option, echo_json, finished_folder, json_option, load_run, table
+from dflash_offline.figures import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from dflash_offline.config import RunConfig
@@ -136,8 +137,6 @@ def _done_text(process: "Process") -> str:
 
 def number_text(name: str, value: float) -> str:
     """A number of a progress file as its name wants it: ``tokens=17.1K``, ``wait=3%``, ``eta=12m``, ``read=11.2 MB/s``."""
-    from dflash_offline.buckets import count_text
-
     for suffix, text in (
         ("_bytes_per_s", lambda: f"{bytes_text(value)}/s"),
         ("_per_s", lambda: f"{count_text(value) if value >= 10 else f'{value:.2g}'}/s"),

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_offline.cli.options import StoreLocation, bytes_text, echo_json, json_option, load_run, store_arguments, store_path, table
+from dflash_offline.cli.options import StoreLocation, echo_json, json_option, load_run, store_arguments, store_path, table
+from dflash_offline.figures import bytes_text
 
 if TYPE_CHECKING:
     from dflash_offline.config import RunConfig

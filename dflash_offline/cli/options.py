@@ -114,25 +114,3 @@ def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any
     for row in rows:
         made.add_row(*[str(cell) for cell in row])
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(made)
-
-
-def bytes_text(count: float) -> str:
-    """12_345_678 -> ``12.3 MB`` (powers of 1000, as disks are sold)."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError
-
-
-def seconds_text(seconds: float) -> str:
-    """5400 -> ``1.5h``."""
-    for limit, unit, size in ((120, "s", 1), (7200, "m", 60), (172_800, "h", 3600)):
-        if seconds < limit:
-            return f"{seconds / size:.0f}{unit}" if unit != "h" else f"{seconds / size:.1f}{unit}"
-    return f"{seconds / 86_400:.1f}d"
-
-
-def folder_bytes(path: Path) -> int:
-    """Bytes of all files below a folder (links are not followed)."""
-    return sum(entry.lstat().st_size for entry in path.rglob("*") if entry.is_symlink() or entry.is_file())

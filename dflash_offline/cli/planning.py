@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dflash_offline.cli.options import bytes_text, config_option, echo_json, json_option, load_run, seconds_text, table
+from dflash_offline.cli.options import config_option, echo_json, json_option, load_run, table
+from dflash_offline.figures import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from dflash_offline.estimate import Estimate

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_offline.cli.options import config_option, echo_json, finished_folder, json_option, load_run
+from dflash_offline.figures import finite
 
 if TYPE_CHECKING:
     from dflash_offline.config import RunConfig
@@ -160,15 +161,7 @@ def evaluate(
         progress=progress,
     )
     if as_json:
-        echo_json(_without_nan(found))
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nan(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        echo_json(finite(found))
 
 
 @click.command()

@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 
 from dflash_offline.cli.inspecting import find_sample
-from dflash_offline.cli.options import bytes_text, echo_json, json_option, store_arguments, store_path
+from dflash_offline.cli.options import echo_json, json_option, store_arguments, store_path
+from dflash_offline.figures import bytes_text
 
 
 @click.command("export-sample")

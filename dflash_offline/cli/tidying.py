@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from dflash_offline.cli.options import bytes_text, config_option, echo_json, json_option, load_run, table
+from dflash_offline.cli.options import config_option, echo_json, json_option, load_run, table
+from dflash_offline.figures import bytes_text
 
 _STAGES = ("regenerate", "corpus", "capture", "train", "export", "evaluate", "report")
 

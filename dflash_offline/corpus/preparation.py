@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dflash_offline import identity
-from dflash_offline.buckets import auto_edges, bucket_table, buckets_of, count_text
+from dflash_offline.buckets import auto_edges, bucket_table, buckets_of
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.reading import Block, is_data, read_file
 from dflash_offline.corpus.rows import BlockResult, Counts, RowMaker, RowOptions
@@ -16,6 +16,7 @@ from dflash_offline.corpus.storage import Corpus, CorpusWriter
 from dflash_offline.corpus.template import FIXED_DATE, ChatTemplate, load_source, template_digest
 from dflash_offline.corpus.workers import available_cores, run_ordered
 from dflash_offline.errors import CorpusError, StoreFullError
+from dflash_offline.figures import count_text
 from dflash_offline.manifest import MANIFEST, disk_is_full, write_manifest
 from dflash_offline.progress import Progress
 from dflash_offline.regenerate.parts import answer_files

@@ -5,7 +5,8 @@ import math
 from typing import Any
 
 from dflash_offline.config import RunConfig
-from dflash_offline.report.facts import Facts, capture_remarks
+from dflash_offline.figures import bytes_text
+from dflash_offline.report.facts import Facts, capture_remarks, thinned
 from dflash_offline.report.page import Block, Code, Heading, Plot, Table, Text
 from dflash_offline.report.plots import learning_curve, slots, training_curves
 
@@ -15,14 +16,6 @@ def number(value: Any, form: str = ",") -> str:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "-"
     return format(value, form)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def page_blocks(facts: Facts) -> list[Block]:
@@ -147,7 +140,7 @@ def training_section(facts: Facts) -> list[Block]:
         ("lr", ".1e"),
         ("tokens_per_s", ",.0f"),
     ]
-    chosen = _spread(facts.metrics, 8)
+    chosen = thinned(facts.metrics, 8)
     if chosen:
         if len(chosen) < len(facts.metrics):
             blocks.append(Text(f"{len(chosen)} of the {len(facts.metrics):,} logged steps, evenly spread; all are in metrics.jsonl."))
@@ -158,7 +151,7 @@ def training_section(facts: Facts) -> list[Block]:
                 right=range(len(fields)),
             )
         )
-    held = _spread(facts.heldout, 8)
+    held = thinned(facts.heldout, 8)
     if held:
         fields = [("loss", ".3f"), ("acc", ".3f"), ("tau", ".2f"), ("tau_replay", ".3f")]
         rows = [[number(row.get("step")), *[number(row["heldout"].get(name), form) for name, form in fields]] for row in held]
@@ -172,13 +165,6 @@ def training_section(facts: Facts) -> list[Block]:
     return blocks
 
 
-def _spread(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most so many rows, evenly spread, the last one always among them."""
-    if len(rows) <= most:
-        return rows
-    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
-
-
 def capture_section(facts: Facts) -> list[Block]:
     blocks: list[Block] = [Heading("Capture")]
     tokens, size = (sum(part[name] for part in facts.parts) for name in ("tokens", "bytes"))
@@ -186,8 +172,8 @@ def capture_section(facts: Facts) -> list[Block]:
         first = facts.parts[0]
         plain = tokens * first["num_taps"] * first["hidden_size"] * 2
         text = (
-            f"{len(facts.parts)} parts, {tokens:,} tokens, {_bytes(size)} in codec {first['codec']}: {size / tokens:,.0f} bytes a token, "
-            f"{size / plain:.3f} of bfloat16."
+            f"{len(facts.parts)} parts, {tokens:,} tokens, {bytes_text(size)} in codec {first['codec']}: "
+            f"{size / tokens:,.0f} bytes a token, {size / plain:.3f} of bfloat16."
         )
         blocks.append(Text(text))
         if remarks := capture_remarks(facts.parts):
@@ -201,7 +187,7 @@ def capture_section(facts: Facts) -> list[Block]:
             number(row["tokens"]),
             number(row["seconds"], ",.1f"),
             number(row["tokens_per_s"], ",.0f"),
-            _bytes(row["bytes"]),
+            bytes_text(row["bytes"]),
         ]
         for row in facts.capture
     ]

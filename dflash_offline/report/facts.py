@@ -73,6 +73,13 @@ def gather(config: RunConfig) -> Facts:
     )
 
 
+def thinned(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most so many rows, evenly spread; the first and the newest are among them."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
+
+
 def bucket_rows(folder: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """Bounds, conversations and tokens of each length bucket, from the corpus arrays."""
     import numpy as np

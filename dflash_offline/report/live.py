@@ -1,7 +1,6 @@
 """The numbers of a run while it goes on, for the live page and for Prometheus: one JSON value from its files alone."""
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -11,9 +10,10 @@ from typing import Any
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.errors import DFlashError
+from dflash_offline.figures import finite
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_json, read_manifest
-from dflash_offline.report.facts import bucket_rows, capture_rates
+from dflash_offline.report.facts import bucket_rows, capture_rates, thinned
 from dflash_offline.status import Stage, read_status
 from dflash_offline.watch.metrics import MetricsTail
 
@@ -79,7 +79,7 @@ class Live:
             for row in rows
             if isinstance(row.get("heldout"), dict)
         ]
-        return {"steps": thinned([row for row in rows if "loss" in row]), "heldout": thinned(held)}
+        return {"steps": thinned([row for row in rows if "loss" in row], POINTS), "heldout": thinned(held, POINTS)}
 
     def _store_parts(self, keys_of: dict[tuple[str, str], str]) -> tuple[list[dict[str, Any]], int | None]:
         """Committed parts of this corpus's plan, and how many there will be; None before there is a plan."""
@@ -124,19 +124,3 @@ class Live:
             path = self.layout.report(keys.report_key(self.config)) / "report.html"
             return path if path.is_file() else None
         return None
-
-
-def thinned(rows: list[dict[str, Any]], most: int = POINTS) -> list[dict[str, Any]]:
-    """At most so many rows, evenly spread; the first and the newest are among them."""
-    if len(rows) <= most:
-        return rows
-    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
-
-
-def finite(value: Any) -> Any:
-    """A JSON value in which numbers that are not finite are None."""
-    if isinstance(value, dict):
-        return {str(name): finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

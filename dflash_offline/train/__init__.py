@@ -28,8 +28,8 @@ import argparse
 import sys
 import time
 
-from dflash_offline.buckets import count_text
 from dflash_offline.config import RunConfig
+from dflash_offline.figures import count_text
 from dflash_offline.progress import Progress
 
 

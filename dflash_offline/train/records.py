@@ -19,31 +19,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dflash_offline.figures import seconds_text
 from dflash_offline.manifest import write_bytes
 from dflash_offline.train.trackers import Trackers
 
 METRICS = "metrics.jsonl"
 
 
-def duration(seconds: float) -> str:
-    """45s, 14m, 1.3h, 2.5d."""
-    if seconds < 60:
-        return f"{seconds:.0f}s"
-    if seconds < 3600:
-        return f"{seconds / 60:.0f}m"
-    if seconds < 48 * 3600:
-        return f"{seconds / 3600:.1f}h"
-    return f"{seconds / 86400:.1f}d"
-
-
 def status_line(row: Mapping[str, Any]) -> str:
     """The line of one metrics row (shape: see the module's docstring)."""
     return (
-        f"[{duration(row['elapsed_s'])}] step={row['step']} loss={row['loss']:.2f} acc={row['acc']:.3f} "
+        f"[{seconds_text(row['elapsed_s'])}] step={row['step']} loss={row['loss']:.2f} acc={row['acc']:.3f} "
         f"streak={row['streak']:.2f} tau={row['tau']:.2f} lr={row['lr']:.1e} noise={row['noise']:.4f} "
         f"| read={row['read_bytes_per_s'] / 1e6:.0f}MB/s "
         f"wait={100 * row['wait_share']:.0f}% train={row['tokens_per_s'] / 1e3:.1f}Ktok/s "
-        f"| epoch~{row['epoch']:.2f} ETA={duration(row['eta_s'])}"
+        f"| epoch~{row['epoch']:.2f} ETA={seconds_text(row['eta_s'])}"
         + (f" | slow: {', '.join(f'rank {rank} x{ratio:.1f}' for rank, ratio in slow.items())}" if (slow := row.get("slow_ranks")) else "")
     )
 
@@ -51,7 +41,7 @@ def status_line(row: Mapping[str, Any]) -> str:
 def heldout_line(row: Mapping[str, Any]) -> str:
     """The line of one evaluation row."""
     held = row["heldout"]
-    line = f"[{duration(row['elapsed_s'])}] step={row['step']} held-out: loss={held['loss']:.2f} acc={held['acc']:.3f}"
+    line = f"[{seconds_text(row['elapsed_s'])}] step={row['step']} held-out: loss={held['loss']:.2f} acc={held['acc']:.3f}"
     line += f" tau={held['tau']:.2f}"
     if held["tau_replay"] is not None:
         low, high = held["tau_replay_interval"]

@@ -6,8 +6,7 @@ from typing import Any
 
 from rich.text import Text
 
-from dflash_offline.buckets import count_text
-from dflash_offline.cli.options import bytes_text, seconds_text
+from dflash_offline.figures import bytes_text, count_text, seconds_text
 from dflash_offline.progress import UNITS, sum_of_rates
 
 _NAME_WIDTH, _BAR_WIDTH, _CURVE_POINTS = 14, 24, 16

@@ -1,0 +1,41 @@
+"""Numbers for people, in a word each, and numbers for JSON, which knows no infinity."""
+
+import math
+from typing import Any
+
+
+def count_text(number: float) -> str:
+    """A count in three or four characters and a unit: 812, 9.8K, 1.2M, 3.1B."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.{1 if number < 100 * size else 0}f}{unit}"
+    return f"{number:.0f}"
+
+
+def bytes_text(count: float) -> str:
+    """12_345_678 -> ``12.3 MB`` (powers of 1000, as disks are sold)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def seconds_text(seconds: float) -> str:
+    """45s, 14m, 1.3h, 2.5d; seconds up to two minutes, hours up to two days."""
+    if seconds < 120:
+        return f"{seconds:.0f}s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f}m"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f}h"
+    return f"{seconds / 86400:.1f}d"
+
+
+def finite(value: Any) -> Any:
+    """A JSON value in which numbers that are not finite are None."""
+    if isinstance(value, dict):
+        return {str(name): finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
