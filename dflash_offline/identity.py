@@ -72,7 +72,8 @@ def start_identity(config: RunConfig) -> list[Any]:
         return []
     path = folder / "config.json"
     if not path.is_file():
-        raise TargetError(f"{folder}: no config.json, so this is no exported drafter")
+        name = f"{config.where('drafter')} init_from = {config.drafter.init_from!r}"
+        raise TargetError(f"{name}: {folder} has no config.json, so this is no exported drafter")
     return [{"config": checksum(path), "weights": digest(weights_identity(folder))}]
 
 

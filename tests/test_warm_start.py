@@ -95,6 +95,7 @@ REFUSALS: dict[str, tuple[Edit | dict[str, Any], str]] = {
     "windows": ({"sliding_window": 9}, r"layers see \['full'\], this run's \[9\]"),
     "rotation": (_rope, r"rotates by .*123\.0.*another rotation"),
     "target": (lambda config: config.update(vocab_size=9), r"vocab_size is 9, the target's is \d+; this drafter was made for another"),
+    "no table": (lambda config: config.update(dflash_config=5), r"config.json: AttributeError: .*no complete DFlash drafter config"),
     "block layout": (lambda config: config.update(is_causal=True), r"is_causal is True; it overrides every layer"),
 }
 
@@ -115,8 +116,21 @@ def test_what_does_not_fit_is_refused_before_anything_is_captured(finished: Path
 def test_a_folder_that_is_not_there(finished: Path, tmp_path: Path) -> None:
     for name, message in (
         (tmp_path / "nowhere", "init_from = .*: no folder"),
-        (tmp_path, "no config.json, so this is no exported drafter"),
+        (tmp_path, r"\[drafter\] init_from = .* has no config.json, so this is no exported drafter"),
         ("somebody/drafter", "not in the hub cache; run `hf download somebody/drafter` first"),
     ):
         with pytest.raises(DFlashError, match=message):
             keys.train_key(starting_from(finished, name))
+
+
+def test_weights_that_are_not_finite_or_a_config_that_is_no_object(finished: Path, tmp_path: Path) -> None:
+    source = exported(RunConfig.load(finished / "run.toml"))
+    for name in ("weights", "config"):
+        shutil.copytree(source, tmp_path / name)
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {"norm.weight": tensors["norm.weight"] * float("nan")}, tmp_path / "weights" / "model.safetensors")
+    (tmp_path / "config" / "config.json").write_text("[1]")
+    for name, message in (("weights", r"init_from = .*: that drafter's norm.weight is not finite"), ("config", "no JSON object")):
+        config = starting_from(finished, tmp_path / name)
+        with pytest.raises(DFlashError, match=message):
+            planned_shape(config, identity.model_folder(config))

@@ -65,7 +65,7 @@ def read_drafter(folder: Path | str, *, num_target_layers: int | None = None) ->
             shape, target, notes = _speculators_shape(folder, config, num_target_layers)
         else:
             shape, target, notes = _zlab_shape(folder, config, tensors, num_target_layers)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ExportError(f"{folder}/config.json: {type(error).__name__}: {error}; this is no complete DFlash drafter config") from None
     if form == "speculators" and (own := sorted(_TARGETS_OWN & tensors.keys())) and _older_than_090(config):
         notes.append(f"left out {', '.join(own)}: they are the target's own")
@@ -144,6 +144,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_bytes())
     except ValueError as error:
         raise ExportError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ExportError(f"{path}: no JSON object, so this is no exported drafter")
     architectures = config.get("architectures") or []
     if config.get("speculators_model_type", "dflash") != "dflash":
         raise ExportError(f"{path}: speculators_model_type is {config['speculators_model_type']!r}; only 'dflash' drafters can be read")

@@ -31,7 +31,7 @@ def start_tensors(config: RunConfig, shape: DrafterShape) -> dict[str, torch.Ten
         shape: of the drafter to be trained.
 
     Raises:
-        ConfigError: the drafter in the folder is another one: taps, sizes, mask token, windows or rotation differ.
+        ConfigError: the drafter in the folder is another one: taps, sizes, mask token, windows, rotation; or not finite.
         ExportError: it cannot be read, was made for another target, or predicts by another block layout.
     """
     folder = identity.start_folder(config)
@@ -52,6 +52,8 @@ def start_tensors(config: RunConfig, shape: DrafterShape) -> dict[str, torch.Ten
             f"{where}: that drafter rotates by {read.shape.rope_parameters}, the target by {shape.rope_parameters}; "
             "it was trained with another rotation and cannot be gone on with"
         )
+    if broken := sorted(name for name, tensor in read.tensors.items() if not torch.isfinite(tensor).all()):
+        raise ConfigError(f"{where}: that drafter's {broken[0]} is not finite (of {len(broken)} tensors); start from one that is whole")
     return read.tensors
 
 
