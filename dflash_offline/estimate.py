@@ -287,7 +287,7 @@ def _measured_capture(layout: Layout) -> float | None:
 
 def _measured_training(layout: Layout) -> float | None:
     """Mean of the last rates that the newest training under this root wrote."""
-    from dflash_offline.status import read_metrics
+    from dflash_offline.watch.metrics import read_metrics
 
     files: list[Path] = sorted(layout.root.glob("drafters/*/metrics.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in files:

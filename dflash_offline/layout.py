@@ -9,13 +9,15 @@
         hidden_states.zarr/             the store: one group per committed part, shared by every corpus
         plans/CORPUS_KEY.json           which parts this corpus needs, and the batches of the new ones
         leases/                         who is writing which part
+        channel_statistics.safetensors  what int codecs take their scales from; cache/ blocks of an object store
       drafters/TRAIN_KEY/
         checkpoints/  metrics.jsonl  tensorboard/
         drafter/                        final weights; manifest.json
       exports/EXPORT_KEY/zlab/ ...      what servers load; manifest.json
       evaluations/EVALUATE_KEY/         results.json; manifest.json
       reports/REPORT_KEY/               report.md, report.html; manifest.json
-      logs/STAGE/                       one log and one progress file per model process
+      logs/STAGE/                       one log and one progress file per model process; other hosts' in STAGE/HOST/
+      logs/hosts/                       what each host tells of itself; beside it first-host, and serving.json of the live page
       inputs/                           standard input as it was piped in; where Hugging Face data sets lie
       cache/                            digests of input files; compiled kernels live elsewhere
 """
@@ -51,6 +53,9 @@ class Layout:
     def drafter(self, train_key: str) -> Path:
         return self.root / "drafters" / train_key
 
+    def metrics(self, train_key: str) -> Path:
+        return self.drafter(train_key) / "metrics.jsonl"
+
     def export(self, export_key: str) -> Path:
         return self.root / "exports" / export_key
 
@@ -60,8 +65,12 @@ class Layout:
     def report(self, report_key: str) -> Path:
         return self.root / "reports" / report_key
 
+    @property
+    def all_logs(self) -> Path:
+        return self.root / "logs"
+
     def logs(self, stage: str) -> Path:
-        return self.root / "logs" / stage
+        return self.all_logs / stage
 
     @property
     def inputs(self) -> Path:

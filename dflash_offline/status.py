@@ -1,7 +1,6 @@
 """Where a run stands, read from its files alone: any terminal, any host that sees the root, while it runs or after."""
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -19,6 +18,7 @@ from dflash_offline.manifest import MANIFEST, read_json, read_manifest
 from dflash_offline.progress import UNITS, read_progress, sum_of_rates
 from dflash_offline.watch import hosts as host_files
 from dflash_offline.watch.gpus import GpuReader
+from dflash_offline.watch.metrics import read_metrics
 
 _SHOWN_WARNINGS = 5
 _STALE_S = 600.0  # a progress file that is older belongs to a process that is gone or hangs
@@ -116,7 +116,7 @@ def read_status(config: RunConfig) -> Status:
     trainings = {
         place.config.name: row
         for place, key in known
-        if place.stage == "train" and key is not None and (row := last_metrics(layout.drafter(key) / "metrics.jsonl")) is not None
+        if place.stage == "train" and key is not None and (row := last_metrics(layout.metrics(key))) is not None
     }
     for process in processes:
         if process.of_this_run and process.text.startswith("error:"):
@@ -188,7 +188,7 @@ def _gpu_reader() -> GpuReader:
 
 def _hosts(layout: Layout) -> list[dict[str, Any]]:
     """This host as it is now, and the others as they last told."""
-    others = [host for host in host_files.read_hosts(layout.logs("x").parent) if host["host"] != socket.gethostname()]
+    others = [host for host in host_files.read_hosts(layout.all_logs) if host["host"] != socket.gethostname()]
     return [host_files.state(_gpu_reader()), *others]
 
 
@@ -252,7 +252,7 @@ def _detail(name: str, manifest: dict[str, Any]) -> str:
 def running_processes(layout: Layout) -> list[Process]:
     """Every process that left a progress file under ``logs/``, in the order of the stages."""
     found = []
-    logs = layout.logs("x").parent
+    logs = layout.all_logs
     for path in sorted(logs.rglob("*.progress.json")) if logs.is_dir() else []:
         state = read_progress(path)
         if state is None:
@@ -302,15 +302,3 @@ def last_metrics(path: Path) -> dict[str, Any] | None:
     rows = read_metrics(path)
     steps = [row for row in rows if "loss" in row]
     return steps[-1] if steps else None
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a ``metrics.jsonl``; a last line that is still being written is left out, a repeated step replaces the earlier one."""
-    rows: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    rows.append(row)
-    return rows

@@ -32,7 +32,6 @@ _OURS: dict[str, set[str]] = {
     "evaluations": {MANIFEST, "results.json"},
     "reports": {MANIFEST, "report.md", "report.html"},
 }
-STAGES = ("regenerate", "corpus", "capture", "train", "export", "evaluate", "report")
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ class RunTask(luigi.Task):
         Raises:
             ProcessError: as ``run``.
         """
-        with Heartbeat(self.layout.root / "logs"):
+        with Heartbeat(self.layout.all_logs):
             run_jobs(
                 jobs,
                 log_dir=self.logs,

@@ -205,7 +205,7 @@ def test_where_it_is_served_is_known_while_it_is(config: RunConfig, serve: Calla
     assert serving_url(layout) is None
     with announced(server):
         assert serving_url(layout) == server.url
-        path = layout.logs("x").parent / "serving.json"
+        path = layout.all_logs / "serving.json"
         before = path.read_text()
         path.write_text(json.dumps(json.loads(before) | {"pid": 2**22 + 1}))
         assert serving_url(layout) is None, "that one was killed"
@@ -224,7 +224,7 @@ def test_the_command_serves_until_it_is_stopped(config: RunConfig, number: signa
     process.send_signal(number)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0 and "Traceback" not in errors
-    assert not (Layout(config.root_dir).logs("x").parent / "serving.json").exists()
+    assert not (Layout(config.root_dir).all_logs / "serving.json").exists()
 
 
 @needs_browser

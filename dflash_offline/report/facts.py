@@ -8,7 +8,7 @@ from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_json, read_manifest
-from dflash_offline.status import read_metrics
+from dflash_offline.watch.metrics import read_metrics
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def gather(config: RunConfig) -> Facts:
     corpus = read_manifest(corpus_folder, kind="corpus")
     drafter_folder, evaluation_folder = layout.drafter(all_keys["train"]), layout.evaluation(all_keys["evaluate"])
     read_manifest(evaluation_folder, kind="evaluation")
-    rows = read_metrics(drafter_folder / "metrics.jsonl")
+    rows = read_metrics(layout.metrics(all_keys["train"]))
     parts = _parts(layout, all_keys)
     return Facts(
         config=config,

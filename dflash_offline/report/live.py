@@ -72,7 +72,7 @@ class Live:
 
     def _curve(self, key: str) -> dict[str, Any]:
         """Steps and evaluations of one training run, at most POINTS of each."""
-        tail = self._tails.setdefault(key, MetricsTail(self.layout.drafter(key) / "metrics.jsonl", keep=_FIELDS))
+        tail = self._tails.setdefault(key, MetricsTail(self.layout.metrics(key), keep=_FIELDS))
         rows = tail.read()
         held = [
             {"step": row["step"], **{name: row["heldout"].get(name) for name in _HELD}}

@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def address_file(layout: Layout) -> Path:
-    return layout.logs("x").parent / "serving.json"
+    return layout.all_logs / "serving.json"
 
 
 @contextlib.contextmanager

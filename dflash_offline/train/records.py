@@ -12,7 +12,6 @@ summed (``wait``: averaged) over the ranks. Ranks that take more than 1.2 times 
 one are named at the end: ``| slow: rank 2 x1.4``.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from typing import Any
 from dflash_offline.figures import seconds_text
 from dflash_offline.manifest import write_bytes
 from dflash_offline.train.trackers import Trackers
+from dflash_offline.watch.metrics import read_metrics
 
 METRICS = "metrics.jsonl"
 
@@ -103,15 +103,3 @@ def _scalars(row: Mapping[str, Any], prefix: str = "train") -> list[tuple[str, f
         elif isinstance(value, int | float) and name != "step":
             found.append((f"{prefix}/{name}", float(value)))
     return found
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole rows of a ``metrics.jsonl``; none when there is no such file."""
-    rows = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # the last line may be torn
-                row = json.loads(line)
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
-                    rows.append(row)
-    return rows

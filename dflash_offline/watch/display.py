@@ -57,8 +57,7 @@ class Follower:
         if key is None:
             return []
         if key not in self._metrics:
-            path = Layout(self.root).drafter(key) / "metrics.jsonl"
-            self._metrics[key] = MetricsTail(path, keep=("step", "loss"), newest=LOSSES)
+            self._metrics[key] = MetricsTail(Layout(self.root).metrics(key), keep=("step", "loss"), newest=LOSSES)
         return [row["loss"] for row in self._metrics[key].read() if "loss" in row]
 
     def lines(self, *, width: int, unicode: bool) -> list[Any]:

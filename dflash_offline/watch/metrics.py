@@ -1,4 +1,4 @@
-"""Follow a growing ``metrics.jsonl``: each look reads only what came since the last one."""
+"""Read a ``metrics.jsonl``, also while it grows: each look reads only what came since the last one."""
 
 import contextlib
 import json
@@ -37,3 +37,8 @@ class MetricsTail:
             if self._newest is not None:
                 del self._rows[: -self._newest]
         return self._rows
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole rows of a ``metrics.jsonl``; none when there is no such file."""
+    return MetricsTail(path).read()
