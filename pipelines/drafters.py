@@ -99,9 +99,11 @@ class Waiting:
         self._progress.update()
 
     def over(self) -> None:
-        with contextlib.suppress(OSError):
-            if self._progress.path is not None:
-                self._progress.path.unlink(missing_ok=True)
+        """Once: from then on a file of that name is the process's own."""
+        path, self._progress.path = self._progress.path, None
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def __enter__(self) -> "Waiting":
         return self

@@ -189,6 +189,10 @@ def test_commands_take_the_drafters_name(three: tuple[Path, str, str]) -> None:
         (stage, name) for stage in ("train", "export", "evaluate") for name in ("shallow", "small.blocks")
     }
     assert {stage["state"] for stage in status["stages"]} == {"complete"}
+    processes = {process["name"]: process for process in status["processes"]}
+    for name in ("shallow", "small.blocks"):
+        for stage in ("train-{}-0", "export-{}", "evaluate-{}"):
+            assert processes[stage.format(name)]["ended"], "what a process said last outlives the wait for its place"
     assert cli("report", "--path", *option)
     assert json.loads(cli("plan", "--json", *option))["tokens_to_capture"] == 0
 
