@@ -38,19 +38,23 @@ def outcome() -> Outcome:
 
 
 @functools.lru_cache
-def load(path: Path, drafter: str = "") -> RunConfig:
-    """The run file (as a drafter has it), read once a process: one command works on one state of it, and of its standard input."""
-    if drafter:
-        return load(path).for_drafter(drafter)
+def load(path: Path) -> RunConfig:
+    """The run file, read once a process: one command works on one state of it, and of its standard input."""
     config = RunConfig.load(path)
     take_stdin(config, print)
     return config
 
 
 @functools.lru_cache
+def load_drafter(path: Path, drafter: str) -> RunConfig:
+    """The run file as a drafter has it; "" is the whole."""
+    return load(path).for_drafter(drafter) if drafter else load(path)
+
+
+@functools.lru_cache
 def content_key(path: Path, function: Callable[[RunConfig], str], drafter: str = "") -> str:
     """A key of ``keys.py``, worked out once a process (it reads parts of the target's weights)."""
-    return function(load(path, drafter))
+    return function(load_drafter(path, drafter))
 
 
 @contextlib.contextmanager
@@ -111,7 +115,7 @@ class RunTask(luigi.Task):
     @property
     def run_config(self) -> RunConfig:
         """The run file; of a task about one of several drafters, as that one has it."""
-        return load(self.config, self.drafter)
+        return load_drafter(self.config, self.drafter)
 
     @property
     def whole_config(self) -> RunConfig:

@@ -101,6 +101,7 @@ def test_luigi_reads_what_is_piped_in_and_goes_on_without(from_stdin: RunConfig,
     done = subprocess.run(command, input=lines(conversations[:12]), capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert "12 used" in done.stdout.decode()
+    assert "Standard input is empty" not in done.stdout.decode(), "it is read once"
     assert (Layout(from_stdin.root_dir).corpus(keys.corpus_key(from_stdin)) / "manifest.json").is_file()
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0 and b"12 used" not in done.stdout, "the stream piped in before, and it is prepared already"
