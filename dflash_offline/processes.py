@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ from dflash_offline.stage import LIFELINE, PROGRESS, SAVING, TERMINATED
 POLL_S = 0.1
 PROGRESS_POLL_S = 1.0
 FAILED_GRACE_S = 3.0  # what the others get when one of them has failed: ranks wait for a dead peer and cannot finish anything
+CHECKPOINT_GRACE_S = 120.0  # what ranks get when the caller is interrupted: the step ends, a checkpoint begins
 SAVING_GRACE_S = 1800.0  # on top, for a checkpoint that is being written
 MAX_LINES = 40  # copied to the terminal per process and poll; the log has them all
 MAX_LINE_CHARS = 400
@@ -155,7 +157,7 @@ class Running:
         return self.status is None and (read_progress(self.progress_path) or {}).get("text") == SAVING
 
     def terminate(self) -> None:
-        """SIGTERM to the process, unless it has ended. Not to its group: it may need its helpers to finish a checkpoint."""
+        """SIGTERM to the process, unless it has ended. Not to its group: it may need its own children to finish a checkpoint."""
         if self.status is None:
             self.process.terminate()
 
@@ -173,6 +175,33 @@ class Running:
     def _signal_group(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
+
+
+def rank_environment(
+    local: int, local_size: int, *, first: int = 0, size: int | None = None, address: str = "127.0.0.1", port: int
+) -> dict[str, str]:
+    """What tells a training process its place (``train/ranks.py``).
+
+    Args:
+        local: its number among the ``local_size`` ranks of this host.
+        first: rank of the first of them; ``size``: ranks of all hosts, those of this one when left out.
+        address, port: where they meet.
+    """
+    return {
+        "WORLD_SIZE": str(size or local_size),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "RANK": str(first + local),
+        "LOCAL_RANK": str(local),
+    }
+
+
+def free_port() -> int:
+    """A TCP port of this host that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def run_jobs(

@@ -16,7 +16,6 @@ A stage's output is the manifest it writes last, never a folder. Keys are in the
 another output and an unchanged one is never made again. Models run as ``python -m dflash_offline.STAGE``.
 """
 
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import luigi
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.manifest import MANIFEST, read_json
-from dflash_offline.processes import Job
+from dflash_offline.processes import CHECKPOINT_GRACE_S, Job, free_port, rank_environment
 from dflash_offline.report.ranking import Ranked, ranked
 from pipelines.base import RunTask, StoppedError, one_line, outcome
 from pipelines.drafters import DrafterTask
@@ -43,7 +42,6 @@ from pipelines.places import (
     training_share,
 )
 
-CHECKPOINT_GRACE_S = 120.0
 SEEN_ELSEWHERE_S = 120.0  # files of another host: network file systems show them late
 
 
@@ -181,19 +179,13 @@ class TrainDrafter(DrafterTask):
         return self._ranks(devices, peers=len(devices))
 
     def _ranks(self, devices: list[str | None], *, peers: int) -> list[Job]:
-        first, size, address, port = 0, len(devices), "127.0.0.1", 0
+        first, meeting = 0, dict[str, Any](port=free_port())
         if (node := node_of_this_host(self.run_config)) is not None:
-            first, size, address, port = node.first_rank, node.world_size, node.address, node.port
+            first, meeting = node.first_rank, {"size": node.world_size, "address": node.address, "port": node.port}
             self.say(
                 f"train: node {node.number + 1} of {len(self.run_config.train.nodes)}, "
-                f"{len(devices)} of {size} ranks, which meet at {address}:{port}"
+                f"{len(devices)} of {node.world_size} ranks, which meet at {node.address}:{node.port}"
             )
-        world = {
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(len(devices)),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port or free_port()),
-        }
         return [
             stage_job(
                 self,
@@ -202,7 +194,7 @@ class TrainDrafter(DrafterTask):
                 name=f"{self.job_name()}-{first + local}",
                 gpu=gpu,
                 peers=peers,
-                environment={**world, "RANK": str(first + local), "LOCAL_RANK": str(local)},
+                environment=rank_environment(local, len(devices), first=first, **meeting),
             )
             for local, gpu in enumerate(devices)
         ]
@@ -346,10 +338,3 @@ def stage_job(
     drafter = ["--drafter", task.drafter] if task.drafter else []
     arguments = ["--config", str(task.config), *drafter, "--key", key, *(options or [])]
     return Job(name or stage, f"dflash_offline.{stage}", arguments, gpu=gpu, peers=peers, environment=environment or {})
-
-
-def free_port() -> int:
-    """A TCP port of this host that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -1,15 +1,12 @@
 """``train --partial``: training that does not wait for capture."""
 
 import signal
-import socket
 from pathlib import Path
 from typing import NoReturn
 
 import click
 
 from dflash_offline.cli.options import config_option, load_run
-
-GRACE_S = 120.0  # for a checkpoint
 
 
 @click.command()
@@ -26,31 +23,28 @@ def train(config: Path | None, partial: bool, drafter: str | None) -> None:
     from dflash_offline import keys
     from dflash_offline.gpus import resolve
     from dflash_offline.layout import Layout
-    from dflash_offline.processes import Job, run_jobs
+    from dflash_offline.processes import CHECKPOINT_GRACE_S, Job, free_port, rank_environment, run_jobs
 
     run = load_run(config)
     if drafter is not None:
         run = run.for_drafter(drafter)
     devices = resolve(run.train.gpus, run.train.ranks, where="[train] gpus")
     key = keys.train_key(run)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    world = {"WORLD_SIZE": str(len(devices)), "LOCAL_WORLD_SIZE": str(len(devices)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    port, name = free_port(), f"train-partial-{drafter}" if drafter else "train-partial"
     options = ["--config", str(run.source), "--key", key, "--partial", *(["--drafter", drafter] if drafter else [])]
     jobs = [
         Job(
-            f"train-partial-{rank}",
+            f"{name}-{rank}",
             "dflash_offline.train",
             options,
             gpu=gpu,
             peers=len(devices),
-            environment=world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            environment=rank_environment(rank, len(devices), port=port),
         )
         for rank, gpu in enumerate(devices)
     ]
     signal.signal(signal.SIGTERM, _stop)
-    run_jobs(jobs, log_dir=Layout(run.root_dir).logs("train"), say=click.echo, grace_s=GRACE_S)
+    run_jobs(jobs, log_dir=Layout(run.root_dir).logs("train"), say=click.echo, grace_s=CHECKPOINT_GRACE_S)
 
 
 def _stop(*_: object) -> NoReturn:
