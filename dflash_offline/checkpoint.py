@@ -26,7 +26,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dflash_offline.errors import CheckpointError, DFlashError, StoreFullError
-from dflash_offline.manifest import damaged_files, disk_is_full, fsync_folder, read_json, read_manifest, write_json, write_manifest
+from dflash_offline.manifest import (
+    MANIFEST,
+    damaged_files,
+    disk_is_full,
+    fsync_folder,
+    read_json,
+    read_manifest,
+    write_json,
+    write_manifest,
+)
 
 KIND = "checkpoint"
 TENSORS = "state.safetensors"
@@ -161,9 +170,9 @@ def prune(checkpoints: Path, *, keep: int) -> None:
     """Delete all but the ``keep`` newest complete checkpoints, and what kills left half-written."""
     for entry in checkpoints.glob("step-*.partial"):
         shutil.rmtree(entry, ignore_errors=True)
-    complete = [step for step in steps(checkpoints) if (folder_of(checkpoints, step) / "manifest.json").is_file()]
+    complete = [step for step in steps(checkpoints) if (folder_of(checkpoints, step) / MANIFEST).is_file()]
     for step in complete[:-keep]:
         folder = folder_of(checkpoints, step)
         with contextlib.suppress(FileNotFoundError):  # its manifest first: a half-deleted one must not look complete
-            (folder / "manifest.json").unlink()
+            (folder / MANIFEST).unlink()
         shutil.rmtree(folder, ignore_errors=True)

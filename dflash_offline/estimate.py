@@ -82,18 +82,20 @@ def estimate(
     Raises:
         DFlashError: target or corpus cannot be read.
     """
+    from dflash_offline.plan import num_replicas
+
     layout, warnings = Layout(config.root_dir), []
     found = _corpus(config, layout, sample)
     left_tokens, left_rows = found.tokens - found.captured_tokens, found.rows - found.captured_rows
     by_codec = {name: round(left_tokens * size + left_rows * _SAMPLE_BYTES) for name, size in token_bytes(config).items()}
     needed = round(by_codec[config.store.codec] * (1 + _REQUIRED_SPARE))
     if config.store.url is not None:  # here lie parts on their way, two a replica, and the cache
-        needed = min(needed, 2 * _replicas(config) * config.store.part_bytes + config.store.cache_bytes)
+        needed = min(needed, 2 * num_replicas(config) * config.store.part_bytes + config.store.cache_bytes)
     disk = layout.root
     while not disk.exists():
         disk = disk.parent
     free = shutil.disk_usage(disk).free
-    replicas = _replicas(config)
+    replicas = num_replicas(config)
     capture_rate = capture_tokens_per_s or _measured_capture(layout)
     train_rate = train_tokens_per_s or _measured_training(layout)
     capture_s = left_tokens / (capture_rate * replicas) if capture_rate else None
@@ -232,14 +234,6 @@ def _parts_of_corpus(config: RunConfig, layout: Layout, corpus: "Corpus", captur
         packed=why_padded_batches(config) is None,
     )
     return len(parts)
-
-
-def _replicas(config: RunConfig) -> int:
-    """Replicas, taking the run file's word for GPUs this machine may not have (a plan is made anywhere)."""
-    from dflash_offline.gpus import visible
-
-    gpus = config.target.gpus
-    return config.target.replicas if gpus == "cpu" else max(1, len(visible())) if gpus == "all" else len(gpus)
 
 
 def _training_s(config: RunConfig, tokens: int, rate: float) -> float:

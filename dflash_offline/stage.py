@@ -5,6 +5,7 @@ A stage is started by the supervisor (``processes.py``) with
 ``DFLASH_LIFELINE``  set: stdin is a pipe held open by the supervisor. When it closes, for whatever reason the
                      supervisor went away, the whole process group of the stage is killed: no orphan keeps a GPU.
 ``DFLASH_PROGRESS``  path of the progress file.
+``DFLASH_COMMAND``   pid of the command that all processes of a run descend from, for the progress file.
 ``CUDA_VISIBLE_DEVICES``  the one GPU of this process, so that its device is always ``cuda:0``; empty for the CPU.
 
 Without them it runs by hand in the same way. Nothing here imports torch.

@@ -1,8 +1,9 @@
 """The Luigi pipeline: ``luigi --module pipelines DFlashAll [--config FILE]``.
 
 Reading order: ``tasks.py`` is the whole pipeline from top to bottom; ``base.py`` what its tasks share; ``drafters.py``
-what those about one of several drafters do besides; ``places.py`` which GPUs and hosts they run on; ``outcome.py`` the last
-lines of a command; ``settings.py`` what it needs of Luigi. No module here imports torch, zarr or
+what those about one of several drafters do besides; ``places.py`` which GPUs and hosts they run on; ``terminal.py`` progress
+below what is printed; ``forwarding.py`` progress on luigid's page; ``outcome.py`` the last lines of a command; ``settings.py``
+what it needs of Luigi. No module here imports torch, zarr or
 transformers: models run in processes of their own, and the command itself starts in a fraction of a second.
 """
 

@@ -18,7 +18,8 @@ import torch
 from dflash_offline.capture.checks import check_packing, check_padding
 from dflash_offline.errors import TargetError
 from dflash_offline.target import Target
-from dflash_offline.target.packed import prepare_cudnn, text_config
+from dflash_offline.target.facts import text_part
+from dflash_offline.target.packed import prepare_cudnn
 
 GPU_MULTIPLE = 8  # padded lengths are a multiple of this: aligned loads in attention kernels
 
@@ -87,7 +88,7 @@ class Forwarder:
     def prepare(self, lengths: list[int]) -> None:
         """Have the faster attention kernel ready for packed rows of these lengths, on a GPU that has it; said where it has not."""
         if self.packs and self.is_cuda:
-            text = text_config(self.target.model.config)
+            text = text_part(self.target.model.config)
             reason = prepare_cudnn(text, device=self.target.device, dtype=self.target.dtype, lengths=lengths)
             if reason:
                 self._say(f"attention by the flash kernel, not by cuDNN: {reason}")

@@ -2,6 +2,7 @@
 
 ``group``       errors in one line, "did you mean"          ``options``    --config, --json, tables
 ``starting``    init, smoke                                 ``planning``   plan, doctor
+``training``    train --partial                             ``sampling``   export-sample
 ``following``   status, report                              ``inspecting`` inspect, show, stats, verify, diff
 ``results``     export, evaluate, generate                  ``tidying``    reset, prune
 """

@@ -1,4 +1,4 @@
-"""Names, attributes and index of a store; making one and refusing another's.
+"""Names, attributes and index of a store, and whose it is.
 
 ::
 
@@ -31,6 +31,7 @@ LOCK = ".lock"
 REMOTE = "remote.json"  # of a store in an object store, see ``remote``
 PART_KIND = "hidden_states_part"
 PART_NAME = re.compile(r"part-\d{5,}")
+REBUILD = "`dflash-offline verify --rebuild-index` makes it anew from the parts that are whole"
 
 # arrays of a part beside those of the codec: name, dtype, what they hold
 TOKEN_ARRAYS = {"input_ids": "int32", "loss_mask": "uint8"}
@@ -126,13 +127,13 @@ def parse_index(root: Path) -> dict[str, Any]:
     try:
         index = manifest.read_json(path)
     except FileNotFoundError:
-        raise StoreDamagedError(f"{path}: missing, so the store's parts are not known; `verify` says what is there") from None
+        raise StoreDamagedError(f"{path}: missing, so the store's parts are not known; {REBUILD}") from None
     except DFlashError:
-        raise StoreDamagedError(f"{path}: not valid JSON; it has been damaged") from None
+        raise StoreDamagedError(f"{path}: not valid JSON; it has been damaged; {REBUILD}") from None
     if not isinstance(index, dict) or index.get("digest") != manifest.digest(
         {name: value for name, value in index.items() if name != "digest"}
     ):
-        raise StoreDamagedError(f"{path}: its digest does not fit its content; it was edited or damaged")
+        raise StoreDamagedError(f"{path}: its digest does not fit its content; it was edited or damaged; {REBUILD}")
     return index
 
 

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from dflash_offline.errors import TargetError
-from dflash_offline.target.facts import is_hybrid, load_config
-from dflash_offline.target.facts import text_part as text_config
+from dflash_offline.target.facts import is_hybrid, load_config, text_part
 
 if TYPE_CHECKING:
     from dflash_offline.config.target import TargetConfig
@@ -52,7 +51,7 @@ def packing_obstacle(folder: Path, section: "TargetConfig") -> str | None:
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
     if getattr(config, "auto_map", None):
         return "it brings its own code"
-    return obstacle(text_config(config), attention=section.attention, dtype=section.dtype, on_gpu=section.gpus != "cpu")
+    return obstacle(text_part(config), attention=section.attention, dtype=section.dtype, on_gpu=section.gpus != "cpu")
 
 
 def obstacle(text: Any, *, attention: str, dtype: str, on_gpu: bool) -> str | None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from dflash_offline.errors import TargetError
 from dflash_offline.target import packed
+from dflash_offline.target.facts import text_part
 
 _HOOKS_FLAG = "_output_capturing_hooks_installed"  # how transformers knows that its hooks are there
 _STATE_KINDS = ("linear", "mamba", "conv", "recurrent", "ssm", "delta")
@@ -123,7 +124,7 @@ class Target:
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError, IndexError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else ""
             raise packed.NotPackableError(f"its forward does not take packed rows ({type(error).__name__}: {first[:160]})") from error
-        packed.check_windows(packed.text_config(self.model.config), seen)
+        packed.check_windows(text_part(self.model.config), seen)
         worst, start = 0.0, 0
         for row in rows:
             for alone, tap in zip(self.taps(row[None]), together, strict=True):

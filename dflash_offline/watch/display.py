@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,6 @@ def main(argv: list[str] | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it has to outlive what the command says about them
         signal.signal(number, signal.SIG_IGN)
     try:
-        import sys
-
         unicode = sys.stdout.encoding.lower().replace("-", "") == "utf8"
         display = Display(Follower(arguments.root, arguments.command), source=0, descriptor=1, unicode=unicode)
         signal.signal(signal.SIGWINCH, display.resize)
