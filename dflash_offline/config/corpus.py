@@ -28,7 +28,7 @@ class CorpusConfig(Section):
     )
     tokens_per_batch: PositiveInt = Field(16384, description="Token budget of one capture batch, padding included.")
     heldout_fraction: Fraction = Field(
-        0.02, description="Share of the conversations kept for evaluation, chosen by a stable hash of their content."
+        0.02, description="Share of the conversations kept for evaluation, chosen by a stable hash of their prompt."
     )
     chat_template: str | None = Field(None, description="File with a Jinja chat template in place of the tokenizer's own.")
     chat_template_kwargs: dict[str, Any] = Field({}, description="Passed to the chat template, for example { enable_thinking = false }.")
