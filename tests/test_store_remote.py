@@ -265,6 +265,29 @@ def test_errors_are_one_line(bucket, folder, monkeypatch):
     assert "check [store] url, credentials and endpoint" in failure(bucket)
 
 
+@pytest.mark.parametrize("endpoint", ["nonsense", "http://user:hunter2@127.0.0.1:9", "http://", "http://h o", "ftp://host"])
+def test_endpoints_that_are_refused(endpoint, bucket, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(StoreError, match=r"endpoint in this environment must be http://HOST") as caught:
+        open_objects(bucket)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", ["no such bucket", "of another root"])
+def test_a_url_that_could_not_be_used_is_mended_in_the_run_file(wrong, bucket, folder):
+    other = "s3://no-such-bucket/x" if wrong == "no such bucket" else bucket + "/taken"
+    if wrong == "of another root":
+        make_remote(folder / "first" / "s", other, parts=1)
+    for root in (folder / "a" / "s", folder / "b" / "s"):
+        with pytest.raises(StoreError, match=wrong if wrong == "no such bucket" else "two roots must not"):
+            store.create_or_open(root, identity(), url=other)
+    everything = make_remote(folder / "a" / "s", bucket + "/free", parts=1)
+    store.create_or_open(folder / "b" / "s", identity())
+    make_store_parts(folder / "b" / "s", "lossless", [0])
+    assert store.summary(folder / "a" / "s")["url"] == bucket + "/free" and store.summary(folder / "b" / "s")["url"] is None
+    assert all(len(store.HiddenStateStore(folder / name / "s")) == len(everything) for name in "ab")
+
+
 @pytest.mark.parametrize("url", ["s3://key:password@bucket/x", "https://user@host/x", "az://box/x?sig=password", "bucket/x", "s3:/x"])
 def test_urls_that_are_refused(url, run_file):
     with pytest.raises(ConfigError, match=r"\[store\].*url") as caught:
@@ -318,6 +341,24 @@ def test_pruning_a_store_deletes_its_objects_and_no_others(bucket, folder):
     assert tidy._size(root.parent) > stored > 0
     tidy.remove([tidy.Removal("store", [root.parent], 0)])
     assert list(objects.sizes()) == ["part-00000/notes.txt"] and not root.parent.exists()
+
+
+def test_pruning_leaves_what_another_root_wrote(bucket, folder):
+    from dflash_offline import tidy
+
+    make_remote(folder / "one" / "s", bucket, parts=1)
+    with pytest.raises(StoreError, match="two roots must not"):
+        store.create_or_open(folder / "two" / "s", identity(), url=bucket)
+    assert tidy._size(folder / "two" / "s") < 1000
+    shutil.copytree(folder / "one", folder / "old")
+    objects = open_objects(bucket)
+    objects.delete(["writer.json"])
+    shutil.rmtree(folder / "one")
+    store.create_or_open(folder / "three" / "s", identity(), url=bucket)  # took over what the first one wrote
+    for name in ("two", "old"):
+        tidy.remove([tidy.Removal("store", [folder / name / "s"], 0)])
+        assert not (folder / name / "s").exists()
+    assert store.verify(folder / "three" / "s") == [] and len(objects.sizes()) > 10
 
 
 @pytest.mark.parametrize("scheme", ["file", "local"])  # obstore; fsspec

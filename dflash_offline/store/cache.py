@@ -36,7 +36,7 @@ class BlockCache:
         """Fill ``buffers`` from byte ``offset`` of a block on; False when it is not kept, or not of ``size`` bytes."""
         try:
             descriptor = os.open(self.folder / key / str(block), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except OSError:  # not kept, or not for this user; fetched then
             return False
         try:
             if os.fstat(descriptor).st_size != size:

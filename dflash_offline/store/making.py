@@ -36,6 +36,8 @@ def create_or_open(store_path: Path | str, identity: dict[str, Any], *, url: str
             if url is not None:
                 _create_remote(root, identity, url)
             elif not (root / INDEX).exists():
+                if not (root / GROUP_FILE).exists():
+                    (root / REMOTE).unlink(missing_ok=True)  # of a URL that could not be used: nothing was begun there
                 _create(root, identity)
     except FileExistsError:
         raise StoreError(f"{root}: is a file, a store needs a folder; name another root") from None
@@ -50,7 +52,7 @@ def create_or_open(store_path: Path | str, identity: dict[str, Any], *, url: str
 
 def _create(root: Path, identity: dict[str, Any]) -> None:
     if any(PART_NAME.fullmatch(path.name) for path in root.iterdir()):
-        raise StoreDamagedError(f"{root}: {INDEX} is missing and parts are there; run `dflash-offline verify --rebuild-index`")
+        raise StoreDamagedError(f"{root}: {INDEX} is missing and parts are there; {schema.REBUILD}")
     attributes = {
         "format": schema.FORMAT,
         "format_version": schema.FORMAT_VERSION,
@@ -67,7 +69,9 @@ def _create_remote(root: Path, identity: dict[str, Any], url: str) -> None:
     if there is None and (root / INDEX).exists():
         raise StoreError(f"{root}: this store was begun in the local folder; leave [store] url out, or use another root")
     if there is not None and there["url"] != url:
-        raise StoreError(f"{root}: this store is kept at {there['url']}, the run file says {url}; set it back, or use another root")
+        if (root / GROUP_FILE).exists():
+            raise StoreError(f"{root}: this store is kept at {there['url']}, the run file says {url}; set it back, or use another root")
+        there = None  # that URL could not be used, and nothing was begun there
     objects = open_objects(url)
     claim(root, objects, (there or write_remote(root, url))["writer"])
     if (root / INDEX).exists():

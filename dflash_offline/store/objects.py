@@ -18,6 +18,7 @@ from dflash_offline.errors import StoreDamagedError, StoreError
 
 _OBSTORE = {"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file"}
 _RETRIES, _RETRY_S = 5, 60
+_ENDPOINT = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")
 
 
 class MissingObjectError(StoreDamagedError):
@@ -69,7 +70,7 @@ class Objects(ABC):
                 raise StoreError(f"{self.url}: there is no such bucket; create it, or mend [store] url") from None
             if isinstance(error, FileNotFoundError):
                 raise MissingObjectError(f"{where}: the object is missing") from None
-            line = re.sub(r"\?\S*", "", (text.strip().splitlines() or [type(error).__name__])[0])[:240].rstrip(" :")
+            line = re.sub(r"\?\S*|(?<=//)[^\s/@]*@", "", (text.strip().splitlines() or [type(error).__name__])[0])[:240].rstrip(" :")
             raise StoreError(
                 f"{where}: the object store cannot be used ({line}); check [store] url, credentials and endpoint of this environment"
             ) from None
@@ -104,6 +105,10 @@ class _Obstore(Objects):
         if url.startswith("s3"):
             endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT", "")
             if endpoint:
+                if not _ENDPOINT.fullmatch(endpoint):
+                    raise StoreError(
+                        f"{url}: the endpoint in this environment must be http://HOST or https://HOST, without user and password"
+                    )
                 options["endpoint"] = endpoint
             if endpoint.startswith("http://"):
                 options["client_options"] = {"allow_http": True}

@@ -190,7 +190,9 @@ class Remote:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the committed parts, by the index; nobody is asked."""
+        """Bytes of the committed parts, by the index; nobody is asked. None before a store was made there."""
+        if not (self.root / schema.INDEX).exists():
+            return 0
         return sum(entry["bytes"] for entry in schema.read_index(self.root)["parts"].values())
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -310,7 +312,10 @@ class Remote:
                 (folder / name).replace(folder / local)
 
     def delete(self) -> None:
-        """Delete every object that this program put below the URL; others stay."""
+        """Delete every object that this program put below the URL; others stay, and all of them if another root writes there now."""
+        with contextlib.suppress(MissingObjectError, ValueError, TypeError, KeyError):
+            if json.loads(self.objects.get(CLAIM))["writer"] != self.writer:
+                return
         names = [name for name in self.objects.sizes() if _OWN.fullmatch(name)]
         last = [schema.INDEX, schema.GROUP_FILE, STATISTICS, CLAIM]
         with ThreadPoolExecutor(16) as pool:  # manifests first, so that what an interruption leaves is never taken for whole
