@@ -168,6 +168,8 @@ def test_inspect_counts_what_is_there(command: Command) -> None:
     longest = int(corpus.lengths.max())
     chosen = json.loads(command("inspect", "--json", "--samples", "99", "--min-tokens", longest).stdout)["sample_table"]
     assert [row["tokens"] for row in chosen] == [longest] * int((corpus.lengths == longest).sum())
+    assert command("inspect", "--samples", "2", "--min-tokens", longest + 1).output.endswith("\n\nno sample is like that\n")
+    assert "give --samples N" in command("inspect", "--bucket", 0, status=2).output
 
 
 def test_inspect_finds_the_store_by_run_file_by_path_and_by_the_folder_above(command: Command, finished_run: Path) -> None:
@@ -223,6 +225,7 @@ def test_show_some_layers_and_tokens(command: Command) -> None:
         (["0", "--tokens", "7:7"], 2, "give a:b with a below b"),
         (["0", "--tokens", "-1"], 2, "counted in tokens from 0"),
         (["0", "--tokens", "100000:"], 1, "the range holds none of them"),
+        (["--corpus", "0", "--tokens", "3:9"], 2, "--corpus shows the whole conversation"),
     ],
 )
 def test_show_refuses(command: Command, arguments: list[str], status: int, message: str) -> None:
@@ -272,6 +275,7 @@ def test_a_damaged_index_is_made_anew(own_command: Command) -> None:
     before = index.read_bytes()
     index.write_bytes(before.replace(b'"samples": ', b'"samples": 9', 1))
     assert "index.json" in own_command("verify", status=1).output
+    assert "edited or damaged; `dflash-offline verify --rebuild-index` makes it anew" in own_command("inspect", status=1).output
     assert "parts that are whole" in own_command("verify", "--rebuild-index").output
     assert index.read_bytes() == before
     index.unlink()

@@ -38,6 +38,8 @@ def inspect(
     source: str | None,
 ) -> None:
     """What is in a store: samples, tokens, bytes, layers, arrays, identity. Reads no hidden states."""
+    if not limit and (bucket, min_tokens, max_tokens, part, source) != (None, 0, None, None, None):
+        raise click.UsageError("--bucket, --min-tokens, --max-tokens, --part and --source choose what --samples lists; give --samples N")
     from dflash_offline import store as stores
 
     opened = stores.HiddenStateStore(store_path(store, config), verify="off")
@@ -75,7 +77,9 @@ def inspect(
         ]
         columns = ["array", "dtype", "shape in the first part", "chunk", "Zarr shard", "zstd", "bytes, all parts"]
         table(None, columns, arrays, right=(6,))
-    if limit:
+    if limit and not listed:
+        click.echo("\nno sample is like that")
+    elif limit:
         click.echo()
         fields = ("number", "part", "tokens", "supervised", "bucket", "sample_id", "sha256")
         listed_rows = [[row[name][:16] if name == "sha256" else row[name] for name in fields] for row in listed]
@@ -168,6 +172,8 @@ def show(
     if (sample is None) == (row is None):
         raise click.UsageError("name a sample of the store, or a row of the corpus with --corpus N")
     if row is not None:
+        if layers is not None or tokens != slice(None):
+            raise click.UsageError("--layers and --tokens are about a sample of the store; --corpus shows the whole conversation")
         _show_conversation(load_run(config), row, as_json=as_json)
         return
     assert sample is not None
