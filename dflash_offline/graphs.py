@@ -1,4 +1,4 @@
-"""CUDA graphs of functions that work on tensors at fixed places."""
+"""CUDA graphs of functions that work on tensors at fixed places, and how many graphs torch.compile has made."""
 
 from collections.abc import Callable
 
@@ -31,3 +31,8 @@ def record(
         say(f"steps are not recorded as CUDA graphs ({str(error).splitlines()[0][:120]}); they run one kernel at a time")
         return None
     return graph
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -168,7 +168,7 @@ def _stage(
         complete, detail = _capture_detail(layout, key, corpus_key)
     elif (folder / MANIFEST).exists():
         try:
-            detail, complete = _detail(place.stage, read_manifest(folder)), True
+            detail, complete = _detail(read_manifest(folder)), True
         except DFlashError as error:
             warnings.append(str(error))
     queued = bool(mine) and all(process.text.startswith("queued") for process in mine)
@@ -225,7 +225,7 @@ def _capture_detail(layout: Layout, capture_key: str, corpus_key: str | None) ->
     return done == len(new) and not missing_reused, f"{done} of {len(new)} parts{reused}"
 
 
-def _detail(name: str, manifest: dict[str, Any]) -> str:
+def _detail(manifest: dict[str, Any]) -> str:
     """One line of numbers out of a stage's manifest, whichever of them are there."""
     parts = []
     for key, text in (

@@ -25,7 +25,7 @@ from dflash_offline.manifest import damaged_files, read_manifest, write_manifest
 from dflash_offline.progress import Progress
 from dflash_offline.replay import ReplayResult, replay
 from dflash_offline.target import load_embedding_and_head
-from dflash_offline.train import heldout, kernels, loop, records, speed, state
+from dflash_offline.train import heldout, loop, records, speed, state
 from dflash_offline.train.loop import Trainer
 from dflash_offline.train.proof import prove
 from dflash_offline.train.ranks import Ranks
@@ -225,7 +225,7 @@ def test_what_is_compiled_after_warm_up_is_counted_and_said(
 ) -> None:
     trainer = make_trainer(log_every=1)
     trainer.warmed_up, step = True, trainer.order.step(0)
-    monkeypatch.setattr(kernels, "compiled_graphs", lambda: 2)
+    monkeypatch.setattr(loop, "compiled_graphs", lambda: 2)
     take_step(trainer, 0)
     trainer._count_recompiles(step)
     assert (

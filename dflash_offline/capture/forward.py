@@ -17,6 +17,7 @@ import torch
 
 from dflash_offline.capture.checks import check_packing, check_padding
 from dflash_offline.errors import TargetError
+from dflash_offline.graphs import compiled_graphs
 from dflash_offline.target import Target
 from dflash_offline.target.facts import text_part
 from dflash_offline.target.packed import prepare_cudnn
@@ -96,7 +97,7 @@ class Forwarder:
     @property
     def num_graphs(self) -> int:
         """Graphs compiled so far in this process."""
-        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"]) if self.compiled else 0
+        return compiled_graphs() if self.compiled else 0
 
     @property
     def padding(self) -> float:

@@ -124,7 +124,7 @@ def _answer(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, 
             notes.append("answers whose text the chat template changes")
         return text, _finish(template, text, Span(len(prompt), len(text), "prefix"), messages[-1], cut=cut)
     if not text.startswith(prompt) or dropped:
-        composed = _compose(template, prompt, text, messages, tools, cut=cut)
+        composed = _compose(template, prompt, text, messages, cut=cut)
         if composed is not None:
             return composed
         opened = any(prompt.rstrip().endswith(opening) for opening, _ in THINKING)
@@ -211,9 +211,7 @@ def _header_follows(template: ChatTemplate, text: str, start: int, message: dict
     )
 
 
-def _compose(
-    template: ChatTemplate, prompt: str, text: str, messages: list[dict[str, Any]], tools: Any, *, cut: bool
-) -> tuple[str, Span] | None:
+def _compose(template: ChatTemplate, prompt: str, text: str, messages: list[dict[str, Any]], *, cut: bool) -> tuple[str, Span] | None:
     """Prompt, answer as the target wrote it, end marker: for a template whose rendering does not continue its prompt."""
     message = messages[-1]
     if message.get("tool_calls"):

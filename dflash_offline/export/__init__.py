@@ -5,6 +5,7 @@
 ``writing.py``      a folder: bf16 tensors, then the config
 ``conformance.py``  what must hold of a written folder, checked from its files alone
 ``reading.py``      ``read_drafter``: a folder, ours or another's -> shape and tensors, or a refusal
+``warm_start.py``   the drafter of ``[drafter] init_from``: the same shape, or a refusal
 ``convert.py``      z-lab <-> speculators, tensors byte for byte
 ``card.py``         the model card and the serve commands
 ``stage.py``        ``python -m dflash_offline.export``; ``export_weights`` for one folder

@@ -76,11 +76,6 @@ def compiling(folder: Path, what: Any) -> Iterator[bool]:
             mark.touch()
 
 
-def compiled_graphs() -> int:
-    """Graphs that torch.compile has made in this process so far."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 def recompiles() -> str:
     """Why torch.compile last made a graph anew, as it says itself; empty when it does not."""
     reasons = torch._dynamo.utils.counters.get("recompiles") or {}

@@ -22,6 +22,7 @@ from dflash_offline import checkpoint
 from dflash_offline.attention import Proof
 from dflash_offline.dataset import BatchShape, DeviceBatch, DeviceFeed, Job, MicroBatch, Prefetcher, Step, Timing, mark, to_device
 from dflash_offline.errors import TrainError
+from dflash_offline.graphs import compiled_graphs
 from dflash_offline.objective import LossOutput, block_loss
 from dflash_offline.optimizer import lr_at, noise_at
 from dflash_offline.progress import Progress
@@ -221,7 +222,7 @@ class Trainer:
         what = [setup.shape.to_dict(), [[shape.context, shape.blocks] for shape in shapes], setup.machine, self.train.dtype]
         passes = {"attention": lambda: proofs.append(prove_attention(setup, max(shapes, key=lambda shape: shape.blocks * shape.context)))}
         line = kernels.warm_up(folder, what, passes | {str(shape): partial(compile_shape, shape) for shape in shapes})
-        self.num_graphs, self.warmed_up = kernels.compiled_graphs(), True
+        self.num_graphs, self.warmed_up = compiled_graphs(), True
         return [line, *map(str, proofs)]
 
     # ---- the run
@@ -265,7 +266,7 @@ class Trainer:
 
     def _count_recompiles(self, step: Step) -> None:
         """None is expected: every shape was compiled before the first step. Each rank says its own."""
-        if self.warmed_up and (more := kernels.compiled_graphs() - self.num_graphs):
+        if self.warmed_up and (more := compiled_graphs() - self.num_graphs):
             self.num_graphs += more
             self.recompiled += more
             self.progress.say(

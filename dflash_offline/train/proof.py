@@ -23,6 +23,7 @@ from dflash_offline.attention import BlockLayout
 from dflash_offline.dataset import BatchShape, DeviceBatch
 from dflash_offline.drafter import Drafter
 from dflash_offline.errors import TrainError
+from dflash_offline.graphs import compiled_graphs
 
 if TYPE_CHECKING:
     from dflash_offline.train.loop import Trainer
@@ -58,14 +59,13 @@ def prove(trainer: "Trainer") -> str:
     Raises:
         TrainError: naming what runs in place of the wanted kernels.
     """
-    from dflash_offline.train import kernels
 
     setup = trainer.setup
     path = setup.drafter.attention.name
     shape = min(trainer.order.shapes.values(), key=lambda each: each.context * each.blocks)
     batch = setup.made_up(shape)
     if path in KERNELS:
-        if kernels.compiled_graphs() == 0:
+        if compiled_graphs() == 0:
             raise TrainError(
                 f'attention "{path}": nothing was compiled, so every step would run slowly; unset TORCH_COMPILE_DISABLE and '
                 'TORCHDYNAMO_DISABLE, or ask for attention = "eager" by name'
