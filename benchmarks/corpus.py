@@ -39,7 +39,7 @@ from dflash_offline.corpus.rows import RowMaker, RowOptions
 from dflash_offline.corpus.schema import RowRejected
 from dflash_offline.corpus.template import load_source
 from dflash_offline.corpus.workers import available_cores
-from dflash_offline.manifest import environment
+from dflash_offline.environment import environment
 from dflash_offline.stage import PROGRESS
 
 REPOSITORY = Path(__file__).resolve().parent.parent

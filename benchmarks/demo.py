@@ -23,7 +23,8 @@ import psutil
 
 from dflash_offline.config import EMBEDDED
 from dflash_offline.demo import converted_folder
-from dflash_offline.manifest import environment, write_json
+from dflash_offline.environment import environment
+from dflash_offline.manifest import write_json
 
 RESULT = Path(__file__).resolve().parent / "results" / "demo.json"
 COMMAND = [sys.executable, "-m", "luigi", "--module", "pipelines", "DFlashAll", "--config", str(EMBEDDED)]

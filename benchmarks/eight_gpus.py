@@ -28,7 +28,10 @@ from typing import Any
 import numpy as np
 from capture_work import BATCH_SHARES, EDGES, HEADS, SHAPE_27B, SHORTEST, TINY, TINY_HEADS
 
-from dflash_offline.manifest import environment, read_json
+from dflash_offline.environment import environment
+from dflash_offline.manifest import read_json
+from dflash_offline.reference import toml_text
+from dflash_offline.watch.metrics import read_metrics
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -154,14 +157,10 @@ def write_corpus(path: Path, tokens: int, *, scale: float) -> int:
     return wanted
 
 
-def toml(value: Any) -> str:
-    return json.dumps(value)  # the same for what is used here: strings, numbers, booleans, lists
-
-
 def write_run_file(path: Path, sections: dict[str, dict[str, Any]], root: Path) -> None:
-    text = f"root = {toml(str(root))}\n"
+    text = f"root = {toml_text(str(root))}\n"
     for name, values in sections.items():
-        text += f"\n[{name}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in values.items())
+        text += f"\n[{name}]\n" + "".join(f"{key} = {toml_text(value)}\n" for key, value in values.items())
     path.write_text(text, encoding="utf-8")
 
 
@@ -272,7 +271,7 @@ def train_figures(root: Path, ranks: int) -> dict[str, Any]:
     """From metrics.jsonl: medians over its rows but the first two, in which machines still warm up."""
     rows = []
     for path in root.glob("drafters/*/metrics.jsonl"):
-        rows += [row for row in map(json.loads, path.read_text().splitlines()) if "tokens_per_s" in row]
+        rows += [row for row in read_metrics(path) if "tokens_per_s" in row]
     steady = rows[2:] or rows
     if not steady:
         return {"train_tokens_per_s": None}

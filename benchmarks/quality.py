@@ -35,9 +35,10 @@ import torch
 from dflash_offline import identity, keys
 from dflash_offline.config import RunConfig
 from dflash_offline.drafter import DrafterShape
+from dflash_offline.environment import environment
 from dflash_offline.export.reading import read_tensors
 from dflash_offline.layout import Layout
-from dflash_offline.manifest import environment, read_json, read_manifest, write_json
+from dflash_offline.manifest import read_json, read_manifest, write_json
 from dflash_offline.progress import Progress
 from dflash_offline.train.ranks import Ranks
 

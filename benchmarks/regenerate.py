@@ -27,9 +27,9 @@ import torch
 from dflash_offline import demo, keys
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.template import load_template
+from dflash_offline.environment import environment
 from dflash_offline.errors import TargetError
 from dflash_offline.leases import Leases
-from dflash_offline.manifest import environment
 from dflash_offline.progress import Progress
 from dflash_offline.regenerate.decoding import RowDecoder, check_rows
 from dflash_offline.regenerate.local import Asked, Local, Speaker

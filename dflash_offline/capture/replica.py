@@ -304,7 +304,8 @@ class Replica:
 
     def _say_changes(self) -> None:
         """Once, when the store was begun with another GPU, attention implementation or version: allowed, but worth knowing."""
-        from dflash_offline.manifest import MANIFEST, environment, read_json
+        from dflash_offline.environment import environment
+        from dflash_offline.manifest import MANIFEST, read_json
 
         names = committed_parts(self.store_path)
         if not names:
