@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_offline.config import Gpus, RunConfig, same_host
+from dflash_offline.config import RunConfig, same_host
 from dflash_offline.config.drafters import own_gpus
 from dflash_offline.errors import ConfigError
 from dflash_offline.gpus import any_of, lock_folder, lock_name, resolve
@@ -52,15 +52,10 @@ def regenerate_gpus(config: RunConfig) -> list[str | None]:
     return resolve(gpus, section.replicas, where=where)
 
 
-def evaluate_gpus(config: RunConfig) -> Gpus:
-    """GPUs of the evaluation, of which the first is used; those of training when left out."""
-    return config.train.gpus if config.evaluate.gpus is None else config.evaluate.gpus
-
-
 def evaluate_gpu(config: RunConfig) -> str | None:
     """The GPU of the evaluation."""
     where = "[train] gpus" if config.evaluate.gpus is None else "[evaluate] gpus"
-    return resolve(evaluate_gpus(config), where=where)[0]
+    return resolve(config.evaluation_gpus, where=where)[0]
 
 
 # ---- one of several drafters
@@ -130,7 +125,7 @@ def training_share(config: RunConfig, name: str, *, locks: Path) -> Share:
 
 def evaluation_share(config: RunConfig, name: str, *, locks: Path) -> Share:
     """What a drafter is evaluated on: one GPU of [evaluate], any that is free, or of those it trains on."""
-    gpus = evaluate_gpus(config.for_drafter(name))
+    gpus = config.for_drafter(name).evaluation_gpus
     if gpus == "cpu":
         return _cpu_share(config, 1, locks=locks)
     if config.evaluate.gpus is None:

@@ -34,7 +34,6 @@ from pipelines.places import (
     Share,
     capture_gpus,
     evaluate_gpu,
-    evaluate_gpus,
     evaluation_share,
     node_of_this_host,
     regenerate_gpus,
@@ -299,7 +298,7 @@ class DFlashAll(luigi.WrapperTask, RunTask):
         ]
         if best.name:
             lines += [f"best of {len(found)} drafters: {best.name}", *ranking_lines(found)]
-        if evaluate_gpus(best.config) == "cpu":
+        if best.config.evaluation_gpus == "cpu":
             lines.append("(on a CPU, drafting shows no speed-up: it is the acceptance length that carries over to a GPU)")
         return "\n".join(lines)
 

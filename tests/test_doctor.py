@@ -52,14 +52,15 @@ def test_everything_asked_for_is_looked_at(config: RunConfig) -> None:
 
 
 def test_what_is_amiss_says_what_to_do(tmp_path: Path) -> None:
-    path = write_run_file(tmp_path, model=tmp_path / "model", files=[tmp_path / "none.jsonl"], target={"gpus": [0]}, train={"gpus": [0, 1]})
+    gpus = {"target": {"gpus": [0]}, "train": {"gpus": [0, 1]}, "evaluate": {"gpus": [2]}}
+    path = write_run_file(tmp_path, model=tmp_path / "model", files=[tmp_path / "none.jsonl"], **gpus)
     code = "import json, sys; from dflash_offline.doctor import examine; from dflash_offline.config import RunConfig\n"
     code += "print(json.dumps([[c.name, c.level, c.advice] for c in examine(RunConfig.load(sys.argv[1]))]))"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": "/nonexistent"}
     found = subprocess.run([sys.executable, "-c", code, str(path)], env=environment, capture_output=True, text=True, timeout=100)
     checks = {name: (level, advice) for name, level, advice in json.loads(found.stdout)}
     assert checks["C compiler"] == ("fail", "apt-get install gcc (Triton needs one)")
-    assert checks["[train] gpus"][0] == "fail" and checks["nccl"][0] == "fail"
+    assert checks["[train] gpus"][0] == checks["[evaluate] gpus"][0] == checks["nccl"][0] == "fail"
     assert all(advice for level, advice in checks.values() if level != "ok")
 
 

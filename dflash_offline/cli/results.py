@@ -78,7 +78,7 @@ def _device(run: "RunConfig", device: str | None) -> str:
     """``--device``, or the first GPU that the run file names for evaluation (its number among the visible ones), or the CPU."""
     if device is not None:
         return device
-    gpus = run.train.gpus if run.evaluate.gpus is None else run.evaluate.gpus
+    gpus = run.evaluation_gpus
     return "cpu" if gpus == "cpu" else "cuda:0" if gpus == "all" else f"cuda:{gpus[0]}"
 
 

@@ -14,7 +14,7 @@ from dflash_offline.config.drafter import DrafterConfig
 from dflash_offline.config.hosts import HostConfig, same_host
 from dflash_offline.config.regenerate import RegenerateConfig
 from dflash_offline.config.results import EvaluateConfig, ExportConfig
-from dflash_offline.config.section import Section
+from dflash_offline.config.section import Gpus, Section
 from dflash_offline.config.store import StoreConfig
 from dflash_offline.config.target import TargetConfig
 from dflash_offline.config.train import TrainConfig
@@ -123,6 +123,11 @@ class RunConfig(Section):
     def regenerates(self) -> bool:
         """Whether the corpus is made of answers that the target writes anew."""
         return bool(self.regenerate.prompts)
+
+    @property
+    def evaluation_gpus(self) -> Gpus:
+        """GPUs of the evaluation, of which the first is used; those of training when left out."""
+        return self.train.gpus if self.evaluate.gpus is None else self.evaluate.gpus
 
     @property
     def gamma(self) -> float:

@@ -32,10 +32,13 @@ def gpus(config: RunConfig) -> Iterator[Check]:
             memory = f"{state.total_bytes / 2**30:.0f} GiB, {state.used_bytes / 2**30:.1f} in use"
         used = "" if state.busy is None else f", {state.busy:.0%} busy"
         yield Check(f"GPU {state.gpu}", "warn" if busy else "ok", f"{state.name}, {memory}{used}", advice)
+    regenerate = config.regenerate
     for where, wanted, count in (
+        *([("[regenerate] gpus", regenerate.gpus, regenerate.replicas)] if config.regenerates and regenerate.gpus is not None else []),
         ("[target] gpus", config.target.gpus, config.target.replicas),
         ("[train] gpus", config.train.gpus, config.train.ranks),
         *((f"[[drafters]] {entry['name']}: gpus", entry["gpus"], config.train.ranks) for entry in config.drafters if "gpus" in entry),
+        *([("[evaluate] gpus", config.evaluate.gpus, 1)] if config.evaluate.gpus is not None else []),
     ):
         try:
             found = devices.resolve(wanted, count, where=where)

@@ -36,7 +36,7 @@ def precision(config: RunConfig, device: torch.device) -> torch.dtype:
 
 def stage_device(config: RunConfig) -> torch.device:
     """The CPU, or the one GPU this process was given."""
-    gpus = config.evaluate.gpus if config.evaluate.gpus is not None else config.train.gpus
+    gpus = config.evaluation_gpus
     return torch.device("cpu" if gpus == "cpu" else "cuda:0")
 
 
