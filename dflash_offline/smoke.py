@@ -13,8 +13,9 @@ from dflash_offline import keys
 from dflash_offline.config import DEMO_MODEL, RunConfig
 from dflash_offline.errors import CorpusError, ProcessError
 from dflash_offline.layout import Layout
-from dflash_offline.manifest import read_json
+from dflash_offline.manifest import digest, read_json
 from dflash_offline.reference import toml_key, toml_text
+from dflash_offline.tidy import remove, reset_plan
 
 _PROMPTS, _NEW_TOKENS, _HELDOUT = 2, 32, 4
 _ANSWER_TOKENS = 128  # of a regenerated answer
@@ -56,7 +57,9 @@ def run_smoke(config: RunConfig, *, rows: int, steps: int, keep: bool, say: Call
     if keep:
         say(f"kept: {folder}")
     else:
+        remove(reset_plan(reduced, "capture"))  # in an object store its objects too
         shutil.rmtree(folder)
+        say(f"deleted again: {folder}; --keep leaves it")
 
 
 def take_rows(config: RunConfig, count: int, destination: Path) -> int:
@@ -99,6 +102,8 @@ def reduced_run_file(config: RunConfig, *, corpus: Path, rows: int, steps: int) 
     else:
         section["files"] = [str(corpus)]
     section["heldout_fraction"] = max(config.corpus.heldout_fraction, min(0.5, _HELDOUT / rows))
+    if config.store.url is not None:  # a store of its own beside the run's: two roots must not write into one
+        sections["store"] |= {"url": f"{config.store.url}/smoke-{digest(str(config.root_dir))[:8]}", "cache_folder": None}
     if config.corpus.chat_template is not None:
         section["chat_template"] = str(config.path(config.corpus.chat_template))
     sections["train"] = sections.get("train", {}) | {

@@ -238,6 +238,7 @@ def test_smoke_keeps_target_and_settings_and_takes_fewer_rows(run_file: Callable
             train={"lr": 5e-4, "max_steps": 7},
             corpus={"chat_template": "mine.jinja", "chat_template_kwargs": {"thinking": [1, "x"]}},
             evaluate={"prompts": ["p.jsonl"]},
+            store={"url": f"file://{tmp_path}/objects", "cache_folder": "cache"},
         )
     )
     folder = tmp_path / "else where"
@@ -253,6 +254,8 @@ def test_smoke_keeps_target_and_settings_and_takes_fewer_rows(run_file: Callable
     assert reduced.corpus.chat_template_kwargs == {"thinking": [1, "x"]}
     assert capture_key(reduced) == capture_key(config), "the same target, template, layers and codec"
     assert reduced.drafter == config.drafter
+    assert re.fullmatch(rf"{re.escape(config.store.url)}/smoke-[0-9a-f]{{8}}", reduced.store.url), "the run's own store is another root's"
+    assert reduced.store.cache_folder is None, "its blocks go with the folder"
 
 
 def test_smoke_says_when_there_is_no_conversation(run_file: Callable[..., Path], tmp_path: Path) -> None:
