@@ -10,6 +10,7 @@ in ``ROOT/inputs/datasets.json``; later commands neither ask the hub nor need th
 """
 
 import contextlib
+import fcntl
 import glob
 import os
 import re
@@ -38,7 +39,7 @@ def expand(config: "RunConfig", patterns: list[str], *, where: str, only_files: 
     Args:
         only_files: take no standard input and no data set.
 
-    Hidden files and folders (names that start with a dot) inside a folder are left out.
+    Hidden files and folders (names that start with a dot) inside a folder are left out, and so is the run's own root.
 
     Raises:
         ConfigError: a name stands for nothing.
@@ -51,7 +52,8 @@ def expand(config: "RunConfig", patterns: list[str], *, where: str, only_files: 
             matched = [stdin_file(config, where=where)]
         elif path.is_dir():
             inside = (entry for entry in path.rglob("*") if not any(part.startswith(".") for part in entry.relative_to(path).parts))
-            matched = sorted(entry for entry in inside if entry.is_file())
+            written = config.root_dir if config.root_dir.is_relative_to(path) else None  # what a run writes is none of its inputs
+            matched = sorted(entry for entry in inside if entry.is_file() and (written is None or not entry.is_relative_to(written)))
         elif path.exists():
             matched = [path]
         else:  # root_dir, not a joined pattern: the run file's own folder may have brackets in its name
@@ -90,6 +92,8 @@ def take_stdin(config: "RunConfig", say: Callable[[str], None]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".stdin-")
         part = Path(name)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_abandoned(folder)
         with open(descriptor, "wb") as file, open(0, "rb", closefd=False, buffering=0) as stream:  # noqa: PTH123
             while chunk := stream.read(_CHUNK):
                 file.write(chunk)
@@ -112,6 +116,14 @@ def take_stdin(config: "RunConfig", say: Callable[[str], None]) -> None:
     if not size:
         remembered = stdin_file(config, where="files")  # raises where there is none
         say(f"Standard input is empty: going on with the {remembered.stat().st_size:,} bytes that were piped in before")
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Copies that a killed command left unfinished: nobody holds their lock."""
+    for path in folder.glob(".stdin-*"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def _is_piped() -> bool:

@@ -11,11 +11,12 @@ key, null until it is known), ``ended`` (true once the process is done, whicheve
 """
 
 import contextlib
+import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,45 @@ def read_progress(path: Path) -> dict[str, Any] | None:
     """The last state written to a progress file; None when there is none yet (or none that can be read)."""
     with contextlib.suppress(OSError, DFlashError):
         state = read_json(path)
-        if isinstance(state, dict) and {"done", "total", "text", "time", "pid", "numbers"} <= state.keys():
+        if (
+            isinstance(state, dict)
+            and state.keys() >= _NEEDED
+            and all(_CHECKS[name](state[name]) for name in _CHECKS.keys() & state.keys())
+        ):
             return state
     return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and abs(value) < 1 << 63)
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+# What is read may come from another version, or be damaged: a file with a value of the wrong kind counts as none
+_NEEDED = {"done", "total", "text", "time", "pid", "numbers"}
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "done": _is_count,
+    "total": _is_count,
+    "text": _is_text,
+    "time": _is_number,
+    "host": lambda value: isinstance(value, str),
+    "pid": lambda value: isinstance(value, int) and 0 < value < 1 << 31,
+    "command": _is_count,
+    "gpu": _is_text,
+    "key": _is_text,
+    "numbers": lambda value: isinstance(value, dict),
+    "warnings": lambda value: (
+        isinstance(value, list)
+        and all(isinstance(line, list) and len(line) == 2 and _is_number(line[0]) and isinstance(line[1], str) for line in value)
+    ),
+}
 
 
 def sum_of_rates(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Standard input and Hugging Face data sets as conversation files."""
 
+import fcntl
 import gzip
 import json
 import os
@@ -117,6 +118,27 @@ def test_a_loop_of_links_gives_each_file_once(run_file: Callable[..., Path], tmp
     for pattern in ("data", "data/**/*.jsonl"):
         assert config.files([pattern], where="x") == expected
     assert config.files(["data/b.jsonl", "data/*"], where="x").count(expected[0]) == 2, "named twice counts twice"
+
+
+def test_what_a_run_writes_is_none_of_its_inputs(run_file: Callable[..., Path], tmp_path: Path) -> None:
+    config = RunConfig.load(run_file())
+    (config.root_dir / "logs").mkdir(parents=True)
+    (config.root_dir / "logs" / "notes.jsonl").write_text("{}")
+    assert config.files(["."], where="x") == [tmp_path / "corpus.jsonl", tmp_path / "run.toml"]
+    assert config.files(["out/logs"], where="x") == [config.root_dir / "logs" / "notes.jsonl"], "named by itself it is taken"
+
+
+def test_a_copy_that_a_killed_command_left_is_removed(
+    from_stdin: RunConfig, piped: Piped, conversations: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = Layout(from_stdin.root_dir).inputs
+    folder.mkdir(parents=True)
+    (folder / ".stdin-left").write_bytes(b"half")
+    with (folder / ".stdin-held").open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # of a command that is still reading
+        piped(lines(conversations[:3]))
+        take_stdin(from_stdin, print)
+        assert [path.name for path in folder.glob(".stdin-*")] == [".stdin-held"]
 
 
 def test_what_may_be_the_name_of_a_data_set(tmp_path: Path) -> None:

@@ -97,6 +97,35 @@ def test_what_is_no_progress_file_reads_as_none(tmp_path: Path, content: str) ->
     assert read_progress(tmp_path / "p.json") is None
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"done": "x"},
+        {"total": 1.5},
+        {"text": {}},
+        {"time": "z"},
+        {"time": float("nan")},
+        {"pid": "1"},
+        {"pid": 10**20},
+        {"pid": -1},
+        {"numbers": []},
+        {"warnings": 5},
+        {"warnings": [[1]]},
+        {"warnings": [["a", "b"]]},
+        {"host": 7},
+        {"key": [1]},
+        {"gpu": {}},
+    ],
+    ids=str,
+)
+def test_a_value_of_the_wrong_kind_spoils_the_file(tmp_path: Path, wrong: dict[str, object]) -> None:
+    progress = Progress(tmp_path / "p.json")
+    progress.flush()
+    assert read_progress(tmp_path / "p.json") is not None
+    (tmp_path / "p.json").write_text(json.dumps(progress.state | wrong))
+    assert read_progress(tmp_path / "p.json") is None
+
+
 def test_say_prints_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     Progress(None).say("Target 0 on cpu... loaded")
     assert capsys.readouterr().out == "Target 0 on cpu... loaded\n"
