@@ -120,7 +120,7 @@ class Running:
                 left_out = len(shown) - MAX_LINES
                 shown = [*shown[: MAX_LINES // 2], f"... {left_out} lines left out; they are in {self.log}", *shown[-MAX_LINES // 2 :]]
             for text in shown:
-                print(f"{self.job.name}: {text[:MAX_LINE_CHARS]}\n", end="", flush=True)  # in one write: others print too
+                print(f"{self.job.name}: {_cut(text)}\n", end="", flush=True)  # in one write: others print too
 
     def cause(self) -> str:
         """Why it failed, in one line: the signal, its own ``error:`` line, its exception, or its last line."""
@@ -136,8 +136,8 @@ class Running:
         for pattern in (_ERROR, _EXCEPTION):
             for line in reversed(lines):
                 if found := pattern.match(line):
-                    return f"failed: {found.group(found.lastindex or 0)[:MAX_LINE_CHARS]}"
-        last = f": {lines[-1][:MAX_LINE_CHARS]}" if lines else ""
+                    return f"failed: {_cut(found.group(found.lastindex or 0))}"
+        last = f": {_cut(lines[-1])}" if lines else ""
         return f"failed with exit status {status}{last}"
 
     def _last_lines(self) -> list[str]:
@@ -202,6 +202,10 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= MAX_LINE_CHARS else f"{line[:MAX_LINE_CHARS]} ..."
 
 
 def run_jobs(

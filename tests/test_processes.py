@@ -175,7 +175,7 @@ def test_a_flood_of_lines_is_bounded_on_the_terminal_only(
 def test_progress_bars_and_long_lines_are_cut(waiter: Callable[..., Job], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_jobs([waiter("bar")], log_dir=tmp_path, say=lambda text: None)
     last = capfd.readouterr().out.splitlines()[-1]
-    assert last.startswith("a: 100% xxx") and len(last) < 420
+    assert last.startswith("a: 100% xxx") and last.endswith("x ...") and len(last) < 420
 
 
 @pytest.mark.parametrize(

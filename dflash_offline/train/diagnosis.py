@@ -28,7 +28,8 @@ def describe_divergence(setup: "Setup", step: Step, micro_batches: Sequence[np.n
                 broken.append(f"{sample(setup, row)}, layer {layer}, token {token}")
     if broken:
         return f"The store holds hidden states that are not finite ({setup.loader.store.path}): {_listed(broken)}."
-    return f"Samples: {_listed([sample(setup, int(row)) for rows in micro_batches for row in rows])}. All their hidden states are finite."
+    rows = _listed([sample(setup, int(row)) for rows in micro_batches for row in rows])
+    return f"All hidden states of the step are finite: try a smaller [train] lr. Its samples: {rows}."
 
 
 def sample(setup: "Setup", row: int) -> str:

@@ -199,8 +199,8 @@ class Trainer:
         saved = checkpoint.steps(self.setup.folder / "checkpoints")
         raise TrainError(
             f"step {step.number + 1}: {'the loss' if bad else f'the gradient norm ({norm})'} is not finite; weights were not changed. "
+            + (f"Last checkpoint: step {saved[-1]}. " if saved else "There is no checkpoint yet. ")
             + describe_divergence(self.setup, step, micro_batches)
-            + (f" Last checkpoint: step {saved[-1]}." if saved else " There is no checkpoint yet.")
         )
 
     def warm_up(self, folder: Path) -> list[str]:
