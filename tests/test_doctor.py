@@ -64,6 +64,18 @@ def test_what_is_amiss_says_what_to_do(tmp_path: Path) -> None:
     assert all(advice for level, advice in checks.values() if level != "ok")
 
 
+def test_what_training_and_evaluation_would_refuse(tmp_path: Path, tiny_target: Path) -> None:
+    path = write_run_file(tmp_path, model=tiny_target, files=[tmp_path / "none.jsonl"])
+    good = {check.name: check for check in machine.drafters(RunConfig.load(path))}
+    assert good["drafter"].level == good["prompts"].level == "ok" and "reads layers [0, 1, 2], mask token 500" in good["drafter"].found
+    options = {"drafter": {"init_from": "nowhere/none"}, "evaluate": {"prompts": ["none.jsonl"]}}
+    path = write_run_file(tmp_path, model=tiny_target, files=[tmp_path / "none.jsonl"], **options)
+    bad = {check.name: check for check in machine.drafters(RunConfig.load(path))}
+    assert bad["drafter"].level == bad["prompts"].level == "fail"
+    assert "init_from = 'nowhere/none'" in bad["drafter"].found and "'none.jsonl' matches no file" in bad["prompts"].found
+    assert bad["drafter"].advice and bad["prompts"].advice
+
+
 def test_gpus_by_nvidia_smi(nvidia_smi: Path, config: RunConfig) -> None:
     first, second = GpuReader().read()
     assert (first.gpu, first.uuid, first.busy, first.used_bytes) == ("0", "GPU-aa", 0.97, 70000 << 20)

@@ -2,7 +2,7 @@
 
 ``check``      one line of the answer
 ``software``   Python, packages, torch's build, driver, NCCL, Triton, compiler, compile cache
-``machine``    GPUs, the target's folder, memory, limits of the shell
+``machine``    GPUs, the target's folder, drafters, memory, limits of the shell
 ``storage``    disk: kind, space, locks, clock, measured rates
 ``hosts``      the hosts that the run file names
 ``scheduler``  luigid

@@ -31,6 +31,7 @@ def examine(config: RunConfig) -> list[Check]:
         machine.gpus,
         hosts.hosts,
         machine.target,
+        machine.drafters,
         machine.limits,
         storage.disk,
         storage.object_store,

@@ -1,5 +1,6 @@
 """The machine: its GPUs, the target's folder, memory, limits of the shell that starts the run."""
 
+import contextlib
 import os
 import resource
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 from dflash_offline.config import DEMO_MODEL, RunConfig
 from dflash_offline.doctor.check import Check, wants_gpu
 from dflash_offline.errors import DFlashError
+from dflash_offline.figures import bytes_text
 from dflash_offline.watch.gpus import GpuReader
 from dflash_offline.watch.hosts import available_bytes
 
@@ -58,9 +60,35 @@ def target(config: RunConfig) -> Iterator[Check]:
         folder = identity.target_folder(config)
         weights = sum(size for size, _ in identity.weights_identity(folder).values())
         ids = identity.capture_layer_ids(config)
-        yield Check("target", "ok", f"{folder}, {weights / 1e9:.1f} GB of weights, {identity.num_target_layers(config)} layers, taps {ids}")
+        yield Check("target", "ok", f"{folder}, {bytes_text(weights)} of weights, {identity.num_target_layers(config)} layers, taps {ids}")
     except DFlashError as error:
         yield Check("target", "fail", str(error), "mend [target] in the run file")
+
+
+def drafters(config: RunConfig) -> Iterator[Check]:
+    """What training and evaluation would refuse: the shape of each drafter, and the prompt files."""
+    from dflash_offline import identity
+
+    folder = None
+    with contextlib.suppress(DFlashError):  # then ``target`` has said so
+        folder = identity.target_folder(config)
+    if folder is not None and config.target.model != DEMO_MODEL:
+        from dflash_offline.drafter import planned_shape
+
+        for each in config.each_drafter():
+            name = f"drafter {each.name}".rstrip()
+            try:
+                shape = planned_shape(each, folder)
+                start = "" if each.drafter.init_from is None else f", from {each.drafter.init_from}"
+                text = f"{shape.num_layers} layer{'' if shape.num_layers == 1 else 's'}, blocks of {shape.block_size}, reads layers {list(shape.target_layer_ids)}, "
+                yield Check(name, "ok", f"{text}mask token {shape.mask_token_id}{start}")
+            except DFlashError as error:
+                yield Check(name, "fail", str(error), "mend its settings in the run file")
+    try:
+        files = len(config.evaluation_prompts())
+        yield Check("prompts", "ok", f"{files} file{'' if files == 1 else 's'}" if files else "none: held-out conversations only")
+    except DFlashError as error:
+        yield Check("prompts", "fail", str(error), "mend [evaluate] prompts in the run file")
 
 
 def limits(config: RunConfig) -> Iterator[Check]:
