@@ -80,7 +80,8 @@ def drafters(config: RunConfig) -> Iterator[Check]:
             try:
                 shape = planned_shape(each, folder)
                 start = "" if each.drafter.init_from is None else f", from {each.drafter.init_from}"
-                text = f"{shape.num_layers} layer{'' if shape.num_layers == 1 else 's'}, blocks of {shape.block_size}, reads layers {list(shape.target_layer_ids)}, "
+                layers = f"{shape.num_layers} layer{'' if shape.num_layers == 1 else 's'}"
+                text = f"{layers}, blocks of {shape.block_size}, reads layers {list(shape.target_layer_ids)}, "
                 yield Check(name, "ok", f"{text}mask token {shape.mask_token_id}{start}")
             except DFlashError as error:
                 yield Check(name, "fail", str(error), "mend its settings in the run file")
