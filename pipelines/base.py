@@ -20,6 +20,7 @@ from dflash_offline.errors import DFlashError, ProcessError
 from dflash_offline.gpus import locked
 from dflash_offline.inputs import take_stdin
 from dflash_offline.layout import Layout
+from dflash_offline.manifest import disk_is_full
 from dflash_offline.processes import Job, run_jobs
 from dflash_offline.watch.hosts import Heartbeat
 from pipelines import terminal
@@ -219,6 +220,8 @@ def one_line_process_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if disk_is_full(error):
+            raise ProcessError(f"{folder}: the disk is full; make space and run the same command again") from error
         raise ProcessError(f"{folder}: {error.strerror or error}; the run's root must be a folder this user can write to") from error
 
 

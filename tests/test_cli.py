@@ -1,6 +1,8 @@
 """The command line without a run: help, errors in one line, init, doctor, plan, smoke's run file."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from dflash_offline import estimate, reference, smoke, store
 from dflash_offline.cli import main
+from dflash_offline.cli.group import Commands
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import prepare
 from dflash_offline.doctor import storage
@@ -268,3 +271,19 @@ def test_smoke_says_when_there_is_no_conversation(run_file: Callable[..., Path],
 @pytest.mark.parametrize("value", [1, 1.5, True, 'a"b\n', ["x", 2], {"k": [1]}, {"a.b c": "é 😀"}, {}, 123_456_789])
 def test_toml_text_reads_back(value: Any) -> None:
     assert tomllib.loads(f"v = {reference.toml_text(value)}")["v"] == value
+
+
+@pytest.mark.parametrize(("number", "said"), [(errno.EROFS, "Read-only file system"), (errno.ENOSPC, "No space left on device")])
+def test_a_disk_that_cannot_be_written_is_one_line(number: int, said: str) -> None:
+    group = Commands("group")
+
+    @group.command()
+    def fails() -> None:
+        raise OSError(number, os.strerror(number), "/somewhere")
+
+    result = CliRunner().invoke(group, ["fails"])
+    assert (
+        result.exit_code == 1
+        and result.stderr.startswith(f"error: /somewhere: {said}; make it writable")
+        and result.stderr.count("\n") == 1
+    )

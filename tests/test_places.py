@@ -1,5 +1,6 @@
 """Which GPUs the drafters of a run file may take, and a host's place among its nodes."""
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -8,8 +9,9 @@ import pytest
 
 from dflash_offline import estimate, smoke
 from dflash_offline.config import RunConfig
-from dflash_offline.errors import ConfigError
+from dflash_offline.errors import ConfigError, ProcessError
 from pipelines import places
+from pipelines.base import one_line_process_errors
 
 HEAD = '[target]\nmodel = "x"\ngpus = "cpu"\n[corpus]\nfiles = ["c.jsonl"]\n'
 
@@ -108,3 +110,11 @@ def test_smoke_takes_all_drafters_for_few_steps_on_this_host(tmp_path: Path) -> 
         assert reduced.drafter_names == config.drafter_names and reduced.train.nodes == [] and reduced.hosts == config.hosts
         assert {(each.train.max_steps, each.train.log_every) for each in reduced.each_drafter()} == {(7, 1)}
     assert reduced.for_drafter("b").drafter.layers == 3
+
+
+def test_a_full_disk_is_called_so(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ProcessError, match="the disk is full; make space and run the same command again"),
+        one_line_process_errors(tmp_path),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

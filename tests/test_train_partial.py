@@ -11,6 +11,7 @@ import training_runs as runs
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.errors import TrainError
+from dflash_offline.gpus import locked
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import read_json, read_manifest
 from dflash_offline.train import partial
@@ -57,3 +58,16 @@ def test_a_stopped_run_goes_on_with_its_parts(tmp_path: Path, inputs: Path, tiny
     third = RunConfig.load(runs.make_run(tmp_path, inputs, model=tiny_target, train={"seed": 4}))
     with pytest.raises(TrainError, match="no part is committed yet"):
         partial.choose(third, keys.train_key(third))
+
+
+def test_a_second_command_waits_for_the_first(tmp_path: Path, inputs: Path, tiny_target: Path) -> None:
+    run_file = runs.make_run(tmp_path, inputs, model=tiny_target)
+    logs = Layout(RunConfig.load(run_file).root_dir).logs("train")
+    command = [sys.executable, "-m", "dflash_offline.cli", "train", "--partial", "--config", str(run_file)]
+    with locked(logs / "train-partial.lock", "nobody", print):  # as the first one holds it
+        second = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        assert second.stdout is not None
+        assert second.stdout.readline().startswith("waiting for another train --partial, held by pid")
+        second.terminate()
+        assert second.wait(30) == 143 and second.stdout.read() == "", "no rank was started"
+        second.stdout.close()

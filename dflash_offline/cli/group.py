@@ -1,11 +1,14 @@
 """The command group: what is wrong is said in one line, and a mistyped command finds its neighbour."""
 
 import difflib
+import errno
 from typing import Any
 
 import click
 
 from dflash_offline.errors import DFlashError
+
+_NO_WRITING = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 
 
 class Commands(click.Group):
@@ -27,6 +30,13 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except DFlashError as error:
             raise OneLine(str(error)) from None
+        except OSError as error:
+            if error.errno not in _NO_WRITING:
+                raise
+            where = f"{error.filename}: " if error.filename is not None else ""
+            raise OneLine(
+                f"{where}{error.strerror}; make it writable for this user, or make space, and run the same command again"
+            ) from None
 
 
 class OneLine(click.ClickException):

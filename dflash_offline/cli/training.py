@@ -21,7 +21,7 @@ def train(config: Path | None, partial: bool, drafter: str | None) -> None:
     if not partial:
         raise click.UsageError("say --partial to train on the parts committed so far; luigi --module pipelines TrainDrafter trains on all")
     from dflash_offline import keys
-    from dflash_offline.gpus import resolve
+    from dflash_offline.gpus import locked, resolve
     from dflash_offline.layout import Layout
     from dflash_offline.processes import CHECKPOINT_GRACE_S, Job, free_port, rank_environment, run_jobs
 
@@ -44,7 +44,10 @@ def train(config: Path | None, partial: bool, drafter: str | None) -> None:
         for rank, gpu in enumerate(devices)
     ]
     signal.signal(signal.SIGTERM, _stop)
-    run_jobs(jobs, log_dir=Layout(run.root_dir).logs("train"), say=click.echo, grace_s=CHECKPOINT_GRACE_S)
+    logs = Layout(run.root_dir).logs("train")
+    logs.mkdir(parents=True, exist_ok=True)
+    with locked(logs / f"{name}.lock", "another train --partial", click.echo) as lock:  # two would write into one folder
+        run_jobs(jobs, log_dir=logs, say=click.echo, grace_s=CHECKPOINT_GRACE_S, inherit=[lock])
 
 
 def _stop(*_: object) -> NoReturn:

@@ -123,7 +123,8 @@ class Ranks:
         def gather(whole: torch.Tensor, own: torch.Tensor) -> None:
             assert self.joined, "shares can be put together once the ranks have met"
             with self.talking():
-                dist.all_gather_into_tensor(whole, own.clone())  # own may lie inside whole
+                together = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+                together(whole, own.clone())  # own may lie inside whole
 
         return Shard(self.rank, self.size, gather)
 
