@@ -293,3 +293,16 @@ def test_position_grows_to_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = write(tmp_path / "c", gzip.compress(LINES))
     positions = [block.position for block in read_file(path, 0)]
     assert positions == sorted(positions) and positions[-1] == path.stat().st_size
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_a_first_row_that_is_nested_without_end(tmp_path: Path, opening: str) -> None:
+    row = json.dumps(ROWS[0])
+    deep = opening * 20_000 + "1" + ("]" if opening == "[" else "}") * 20_000
+    for content in (f"{deep}\n{row}\n", f"[{deep},{row}]", opening * 20_000):
+        try:
+            found = [item for _, item in read(write(tmp_path / "f", content.encode()))]
+        except CorpusError as error:
+            assert "\n" not in str(error)
+        else:
+            assert isinstance(found[0], RowRejected) and found[1:] in ([ROWS[0]], [])

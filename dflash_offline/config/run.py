@@ -1,5 +1,6 @@
 """The whole run file: its sections, its paths, and the settings that only make sense together."""
 
+import re
 import socket
 import tomllib
 from pathlib import Path
@@ -186,8 +187,10 @@ class RunConfig(Section):
             raise ValueError(
                 '[train] nodes is for mode = "ddp"; independent drafters need none: each host that runs the command takes some'
             )
-        if len({node.lower() for node in nodes}) != len(nodes):
+        if any(same_host(one, other) for i, one in enumerate(nodes) for other in nodes[:i]):
             raise ValueError(f"[train] nodes = {nodes}: every host once")
+        if wrong := [node for node in nodes if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", node)]:
+            raise ValueError(f"[train] nodes: {wrong[0]!r} is no host name; write what `hostname` prints there")
         kinds = {node: self.on_host(node).train.gpus for node in nodes}
         for node, gpus in kinds.items():
             if gpus == "all":

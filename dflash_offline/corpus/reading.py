@@ -124,15 +124,15 @@ def _layout(first: bytes, text: bytes, *, at_end: bool) -> str:
         # a list of messages is a row by itself, so these are lines; a list of rows is the array
         try:
             item = decoder.raw_decode(text[1:].decode("utf-8", "replace").lstrip(" \t\r\n\ufeff"))[0]
-        except ValueError:
+        except (ValueError, RecursionError):
             return "array"
         return "lines" if isinstance(item, dict) and ("role" in item or "from" in item) else "array"
     try:
         json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             decoder.raw_decode(text.decode("utf-8", "replace"))
-        except ValueError:
+        except (ValueError, RecursionError):
             return "values" if first.strip() == b"{" and not at_end else "lines"
         return "values" if first.strip() == b"{" or not first.rstrip().endswith(b"}") else "lines"
     return "lines"
