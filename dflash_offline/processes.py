@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -89,6 +89,7 @@ class Running:
         # on a GPU only small things are left for the CPU, and each of a dozen reader threads would get a team of its own
         threads = 1 if self.job.gpu else max(1, len(os.sched_getaffinity(0)) // self.job.peers)
         return {
+            "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin where something else uses the cores slow training several times
             "OMP_NUM_THREADS": str(threads),  # unless the user has set it: torch would start a thread per core in each process
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # number GPUs as nvidia-smi does
             **os.environ,
@@ -259,7 +260,7 @@ def run_jobs(
                 break
             if time.monotonic() >= progress_at:
                 progress_at = time.monotonic() + PROGRESS_POLL_S
-                on_progress({process.job.name: state for process in running if (state := read_progress(process.progress_path))})
+                on_progress(progress_of(running))
             time.sleep(POLL_S)
         failed = [process for process in running if process.status]
         if failed:
@@ -267,11 +268,17 @@ def run_jobs(
             failed = [process for process in running if process.status]
         for process in running:
             process.copy_log(final=process.status is not None)
+        on_progress(progress_of(running))  # how it ended
         if failed:
             first = min(failed, key=_blame)
             raise ProcessError(f"{first.job.name} {first.cause()}; {first.where}")
         if reason:
             raise ProcessError(reason)
+
+
+def progress_of(running: Iterable[Running]) -> dict[str, dict[str, Any]]:
+    """The last progress state of each job that has one."""
+    return {process.job.name: state for process in running if (state := read_progress(process.progress_path))}
 
 
 def _blame(process: Running) -> int:

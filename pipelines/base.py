@@ -184,7 +184,8 @@ class RunTask(luigi.Task):
         Raises:
             ProcessError: as ``run``.
         """
-        with Heartbeat(self.layout.all_logs):
+        forwarder = Forwarder(self)
+        with Heartbeat(self.layout.all_logs), contextlib.closing(forwarder):
             run_jobs(
                 jobs,
                 log_dir=self.logs,
@@ -193,7 +194,7 @@ class RunTask(luigi.Task):
                 inherit=inherit,
                 leased=leased,
                 stop_requested=self.stop_requested,
-                on_progress=Forwarder(self),
+                on_progress=forwarder,
             )
         self.outputs_written()
         if missing := [target.path for target in luigi.task.flatten(self.output()) if not target.exists()]:

@@ -22,21 +22,30 @@ class Forwarder:
     def __init__(self, task: "RunTask") -> None:
         self._task = task
         self._thread: threading.Thread | None = None
+        self._latest: dict[str, dict[str, Any]] = {}  # not sent yet
         self._sent: dict[str, Any] = {}
 
     def __call__(self, states: dict[str, dict[str, Any]]) -> None:
         if luigi.configuration.get_config().getboolean("core", "local_scheduler", False) or "--local-scheduler" in sys.argv:
             return  # it lives in another process and shows nothing
+        self._latest = states
         if states and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._send, args=(states,), daemon=True)
+            self._thread = threading.Thread(target=self._send, daemon=True)
             self._thread.start()
 
-    def _send(self, states: dict[str, dict[str, Any]]) -> None:
+    def close(self, *, timeout_s: float = 2.0) -> None:
+        """Give the last state the time to arrive; a dead luigid is not waited for."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _send(self) -> None:
         with contextlib.suppress(Exception):  # progress is advisory
-            self._tell("status_message", message(self._task.stage, states))
-            if (share := percentage(states)) is not None:
-                self._tell("progress_percentage", share)
-            self._tell("tracking_url", self._link(next(iter(states))))
+            while states := self._latest:
+                self._latest = {}
+                self._tell("status_message", message(self._task.stage, states))
+                if (share := percentage(states)) is not None:
+                    self._tell("progress_percentage", share)
+                self._tell("tracking_url", self._link(next(iter(states))))
 
     def _tell(self, what: str, value: Any) -> None:
         """Send a value once."""

@@ -30,9 +30,10 @@ progress = Progress(os.environ["DFLASH_PROGRESS"])
 mode = sys.argv[1]
 print("on", repr(os.environ["CUDA_VISIBLE_DEVICES"]), "rank", os.environ.get("RANK"), flush=True)
 if mode == "ok":
-    progress.update(done=2, total=2, text="steps", force=True)
+    progress.update(done=1, total=2, text="steps", force=True)
     time.sleep(1.2)
     print("unfinished line", end="")
+    progress.update(done=2, total=2, text="steps", force=True)  # the end, between two looks at it
 elif mode == "error":
     print("error: no such thing", file=sys.stderr)
     raise SystemExit(1)
@@ -159,6 +160,7 @@ def test_lines_reach_log_and_terminal(waiter: Callable[..., Job], tmp_path: Path
     log = (tmp_path / "logs" / "a.log").read_text()
     assert log.startswith("=== ") and log.splitlines()[0].endswith("-m waiter ok") and log.endswith("on '' rank None\nunfinished line")
     assert len(said) == 2 and "started on the CPU, pid" in said[0] and said[0].endswith(str(tmp_path / "logs" / "a.log"))
+    assert any(state.get("b", {}).get("done") == 1 for state in states)
     assert states[-1]["b"]["done"] == 2 and states[-1]["b"]["text"] == "steps"
 
 
