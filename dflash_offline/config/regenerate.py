@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dflash_offline.config.section import Gpus, PositiveInt, Section, check_gpus
+from dflash_offline.config.section import Gpus, PositiveInt, Section, Seed, check_gpus
 
 
 class RegenerateConfig(Section):
@@ -31,7 +31,7 @@ class RegenerateConfig(Section):
     max_new_tokens: PositiveInt = Field(2048, description="Most tokens of one answer. An answer cut here ends its conversation.")
     max_turns: PositiveInt = Field(8, description="Most user turns of a conversation that are asked.")
     max_prompts: PositiveInt | None = Field(None, description="Only the first so many rows of the prompt files; all when left out.")
-    seed: int = Field(0, description="Seed of the drawn tokens.")
+    seed: Seed = Field(0, description="Seed of the drawn tokens.")
     gpus: Gpus | None = Field(None, description="GPUs of the transformers back end, one process each; those of [target] when left out.")
     replicas: PositiveInt = Field(1, description='Number of processes of the transformers back end when gpus = "cpu".')
     batch: PositiveInt = Field(512, description="Most conversations that one process answers at once; fewer where memory is short.")

@@ -245,6 +245,8 @@ class RunConfig(Section):
             tables = tomllib.loads(content.decode("utf-8-sig"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path.name}: not valid TOML: {error}") from None
+        if b"\\u0000" in content or b"\\U00000000" in content:
+            raise ConfigError(f"{path.name}: holds the character of number 0 (\\u0000), which no file name or setting may hold")
         try:
             config = cls.model_validate(tables)
         except ValidationError as error:

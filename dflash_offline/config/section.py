@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Gpus = list[int] | Literal["all", "cpu"]
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Section(BaseModel):

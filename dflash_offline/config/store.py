@@ -40,6 +40,8 @@ class StoreConfig(Section):
             raise ValueError("url holds credentials or options; give SCHEME://BUCKET/PREFIX and put credentials into the environment")
         if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s]+", url):
             raise ValueError(f'url = "{url}": give SCHEME://BUCKET/PREFIX, for example "s3://bucket/prefix"')
+        if url.startswith("memory://"):
+            raise ValueError(f'url = "{url}": memory is gone with the process that captures; name a store that other processes reach')
         return url.rstrip("/")
 
     def location(self, capture_key: str) -> str | None:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from dflash_offline.config.section import Fraction, Gpus, PositiveInt, Section, check_gpus
+from dflash_offline.config.section import Fraction, Gpus, PositiveInt, Section, Seed, check_gpus
 
 
 class TrainConfig(Section):
@@ -62,7 +62,7 @@ class TrainConfig(Section):
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="Decay of an average of the weights, used for evaluation and export."
     )
-    seed: int = Field(0, description="Seed of initial weights, epoch order, anchors and noise.")
+    seed: Seed = Field(0, description="Seed of initial weights, epoch order, anchors and noise.")
     checkpoint_every: PositiveInt = Field(500, description="Steps between checkpoints.")
     checkpoint_minutes: Annotated[float, Field(gt=0)] = Field(10.0, description="Minutes between checkpoints at the most.")
     keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept; older ones are deleted.")
