@@ -16,7 +16,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 # Where PyTorch comes from besides the package index in use. Machines without an NVIDIA GPU take the CPU wheels, unless
 # the index in use has a CPU build of that version anyway. Override it: make demo TORCH_INDEX=https://...
 TORCH_INDEX ?= $(shell command -v nvidia-smi > /dev/null || \
-	$(VENV)/bin/python -m pip index versions torch 2> /dev/null | grep -q '$(TORCH:torch==%=%)+cpu' || \
+	$(VENV)/bin/python -m pip index versions torch 2> /dev/null | grep -q ' $(lastword $(subst ==, ,$(TORCH)))+cpu' || \
 	echo https://download.pytorch.org/whl/cpu)
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
