@@ -146,6 +146,16 @@ def _fill(folder: Path, seed: int) -> None:
         cache.keep(f"part-{number % 7}", number, bytes([number]) * 1000)
 
 
+def test_a_cache_that_cannot_be_written_says_so_once(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    cache = BlockCache(tmp_path / "file" / "cache", 1 << 20)
+    for block in range(2):
+        cache.keep("part/c/0", block, b"x" * 100)
+        assert not cache.read("part/c/0", block, [memoryview(bytearray(100))], 0, 100)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and said[0].startswith("warning: ") and "cannot be kept (Not a directory)" in said[0]
+
+
 def test_processes_that_share_a_cache_may_be_killed(tmp_path):
     children = [FORKSERVER.Process(target=_fill, args=(tmp_path, seed)) for seed in range(3)]
     for child in children:

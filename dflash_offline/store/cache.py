@@ -31,6 +31,7 @@ class BlockCache:
 
     def __init__(self, folder: Path, max_bytes: int, *, block_bytes: int = BLOCK_BYTES):
         self.folder, self.max_bytes, self.block_bytes = Path(folder), max_bytes, block_bytes
+        self._told = False
 
     def read(self, key: str, block: int, buffers: Sequence[memoryview], offset: int, size: int) -> bool:
         """Fill ``buffers`` from byte ``offset`` of a block on; False when it is not kept, or not of ``size`` bytes."""
@@ -58,9 +59,17 @@ class BlockCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(content)
             temporary.replace(path)
-        except OSError:  # disk full, or the folder was removed meanwhile: reading goes on without
+        except OSError as error:  # disk full, or the folder was removed meanwhile: reading goes on without
             with contextlib.suppress(OSError):
                 temporary.unlink()
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        """Say once that a cache is none: every epoch then fetches the whole store again."""
+        if not self._told:
+            self._told = True
+            reason = error.strerror or error
+            print(f"warning: {self.folder}: fetched hidden states cannot be kept ({reason}) and are fetched again each time", flush=True)
 
     def forget(self, key: str) -> bool:
         """Drop every block whose key lies below ``key``; whether there were any."""
