@@ -1,4 +1,4 @@
-"""One training step of the peers' DFlash models on the benchmark's tensors. Imported by ``train_step.py`` alone."""
+"""One training step of the peers' DFlash models on the benchmark's tensors. Its drafter of SpecForge also serves ``quality.py``."""
 
 import sys
 from collections.abc import Callable
@@ -29,33 +29,37 @@ def _rows(work: Any, tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
     return ids, hidden, mask
 
 
-def _config(work: Any) -> Any:
+def _config(shape: Any, **settings: Any) -> Any:
     from transformers import Qwen3Config
 
-    shape = work.shape
     return Qwen3Config(
         hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads, num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim, intermediate_size=shape.intermediate_size, vocab_size=shape.vocab_size,
         num_hidden_layers=shape.num_layers, rms_norm_eps=shape.rms_norm_eps, max_position_embeddings=shape.max_position_embeddings,
-        layer_types=["full_attention"] * shape.num_layers,
+        layer_types=["full_attention"] * shape.num_layers, **settings,
     )  # fmt: skip
+
+
+def specforge_draft(shape: Any, *, device: Any, dtype: torch.dtype, backend: str, **settings: Any) -> nn.Module:
+    """SpecForge's drafter of a shape of ours, with weights of its own; ``settings`` go into its transformers configuration."""
+    from specforge.modeling.draft.dflash import DFlashDraftModel
+
+    config = _config(shape, **settings)
+    config.block_size, config.num_target_layers = shape.block_size, shape.num_target_layers
+    config.dflash_config = {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.target_layer_ids)}
+    config._attn_implementation = backend
+    with torch.device(device):
+        return DFlashDraftModel(config).to(device, dtype)
 
 
 def specforge(folder: Path, work: Any, tensors: Any) -> Made:
     """SpecForge 0.2.0: ``OnlineDFlashModel`` as its trainer runs it, with flex_attention."""
     sys.path.append(str(folder))
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
-    from specforge.modeling.draft.dflash import DFlashDraftModel
 
     shape, device, dtype = work.shape, tensors.hidden.device, tensors.hidden.dtype
     backend = "flex_attention" if device.type == "cuda" else "sdpa"
-    config = _config(work)
-    config.block_size, config.num_target_layers = shape.block_size, shape.num_target_layers
-    config.dflash_config = {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.target_layer_ids)}
-    config._attn_implementation = backend
-    with torch.device(device):
-        draft = DFlashDraftModel(config)
-    draft = draft.to(device, dtype)
+    draft = specforge_draft(shape, device=device, dtype=dtype, backend=backend)
     head = nn.Linear(1, 1, bias=False)
     head.weight = nn.Parameter(tensors.head, requires_grad=False)
     table = nn.Embedding(1, 1)
@@ -85,7 +89,7 @@ def speculators(folder: Path, work: Any, tensors: Any) -> Made:
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
     shape, device, dtype = work.shape, tensors.hidden.device, tensors.hidden.dtype
-    layer = _config(work)
+    layer = _config(shape)
     layer._attn_implementation = "simple_flex_attention"
     proposal = GreedyTokenProposalConfig(speculative_tokens=shape.block_size - 1)
     verifier = VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dflash_peers import specforge_draft
 
 from dflash_offline.config import RunConfig
 from dflash_offline.dataset import Job, Prefetcher
@@ -19,28 +20,10 @@ WARM_STEPS = 5  # of each bucket, not timed: compilation
 def model_of(setup: Setup, *, anchors: int, backend: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Its drafter with our initial weights, and the module that gives its loss."""
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
-    from specforge.modeling.draft.dflash import DFlashDraftModel
-    from transformers import Qwen3Config
 
-    shape, device = setup.shape, setup.device
-    qwen = Qwen3Config(
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate_size,
-        vocab_size=shape.vocab_size,
-        num_hidden_layers=shape.num_layers,
-        rms_norm_eps=shape.rms_norm_eps,
-        max_position_embeddings=shape.max_position_embeddings,
-        rope_parameters=dict(shape.rope_parameters),
-        layer_types=["full_attention"] * shape.num_layers,
-    )
-    qwen.block_size, qwen.num_target_layers = shape.block_size, shape.num_target_layers
-    qwen.dflash_config = {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.target_layer_ids)}
-    qwen._attn_implementation = backend
-    with torch.device(device):
-        model = DFlashDraftModel(qwen).to(setup.dtype)
+    shape = setup.shape
+    rope = dict(shape.rope_parameters)
+    model = specforge_draft(shape, device=setup.device, dtype=setup.dtype, backend=backend, rope_parameters=rope)
     with torch.no_grad():  # name by name: both use z-lab's names
         own = dict(setup.drafter.named_parameters())
         for name, parameter in model.named_parameters():
