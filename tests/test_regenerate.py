@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from dflash_offline.progress import Progress
 from dflash_offline.regenerate import answer_files, parse_turns, regenerate
 from dflash_offline.regenerate.local import Speaker
 from dflash_offline.regenerate.parts import Journal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [
     {"id": "a", "source": "sums", "messages": [{"role": "user", "content": "What is 2 + 2?"}]},
@@ -80,14 +82,6 @@ class Run:
 
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for path in answer_files(self.config) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def generated(config: RunConfig, folder: Path, most: int) -> Callable[[list[dict[str, str]]], tuple[str, str]]:

@@ -1,6 +1,5 @@
 """Rows that are decoded together, and how their tokens are drawn."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,7 @@ from dflash_offline.regenerate.decoding import Drawing, RowDecoder, check_rows
 from dflash_offline.regenerate.drawing import next_tokens, uniforms
 from dflash_offline.target import load_target
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,10 @@
 """Facts, weights, mask token and tokenizer of a target; each error names what was looked for."""
 
+import contextlib
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from dflash_offline.capture import check_taps
 from dflash_offline.capture.forward import prepare_process
 from dflash_offline.errors import TargetError
-from dflash_offline.target import facts, load_embedding_and_head, load_target, load_tokenizer, resolve_mask_token_id
+from dflash_offline.target import Target, facts, load_embedding_and_head, load_target, load_tokenizer, resolve_mask_token_id
 from dflash_offline.target.weights import stored_tensors
 
 
@@ -177,40 +179,39 @@ def test_a_layer_that_adds_its_number_shows_up_at_its_id(tmp_path: Path, tiny_to
         torch.testing.assert_close(taps[:, k], embedding[ids] + total)
 
 
-def test_two_graphs_serve_every_batch_shape(tiny_target: Path) -> None:
-    """Layers compiled one by one share a graph, which takes any batch and length; a single row has one of its own."""
+@contextlib.contextmanager
+def compiled_beside_plain(folder: Path, *, graphs: int) -> Iterator[tuple[Target, Target]]:
+    """The target twice, with its layers compiled and without; at the end so many graphs have been made, and nothing broke one."""
     prepare_process()
     options = {"dtype": torch.float32, "device": "cpu", "attention": "sdpa", "layer_ids": [0, 2]}
-    compiled, plain = load_target(tiny_target, **options), load_target(tiny_target, **options)
+    compiled, plain = load_target(folder, **options), load_target(folder, **options)
     torch._dynamo.reset()
-    graphs, breaks = torch._dynamo.utils.counters["stats"], torch._dynamo.utils.counters["graph_break"]
-    before = graphs["unique_graphs"]
+    stats, breaks = torch._dynamo.utils.counters["stats"], torch._dynamo.utils.counters["graph_break"]
+    before = stats["unique_graphs"]
     compiled.compile_layers(dynamic=True, backend="eager")
-    for rows, tokens in ((3, 24), (4, 64), (1, 40), (64, 8), (1, 64), (2, 96), (7, 32)):
-        ids = torch.randint(3, 500, (rows, tokens), generator=torch.Generator().manual_seed(rows))
-        taps = compiled.taps(ids)
-        assert torch.equal(torch.stack(taps, 2), plain.capture(ids))
-        check_taps(compiled, ids[0], [tap[0] for tap in taps])  # must leave nothing behind that asks for other graphs
-    assert graphs["unique_graphs"] - before == 2 and not breaks
+    yield compiled, plain
+    assert stats["unique_graphs"] - before == graphs and not breaks
     torch._dynamo.reset()
+
+
+def test_two_graphs_serve_every_batch_shape(tiny_target: Path) -> None:
+    """Layers compiled one by one share a graph, which takes any batch and length; a single row has one of its own."""
+    with compiled_beside_plain(tiny_target, graphs=2) as (compiled, plain):
+        for rows, tokens in ((3, 24), (4, 64), (1, 40), (64, 8), (1, 64), (2, 96), (7, 32)):
+            ids = torch.randint(3, 500, (rows, tokens), generator=torch.Generator().manual_seed(rows))
+            taps = compiled.taps(ids)
+            assert torch.equal(torch.stack(taps, 2), plain.capture(ids))
+            check_taps(compiled, ids[0], [tap[0] for tap in taps])  # must leave nothing behind that asks for other graphs
 
 
 def test_one_graph_serves_every_packed_batch(tiny_target: Path) -> None:
-    prepare_process()
-    options = {"dtype": torch.float32, "device": "cpu", "attention": "sdpa", "layer_ids": [0, 2]}
-    compiled, plain = load_target(tiny_target, **options), load_target(tiny_target, **options)
-    torch._dynamo.reset()
-    graphs, breaks = torch._dynamo.utils.counters["stats"], torch._dynamo.utils.counters["graph_break"]
-    before = graphs["unique_graphs"]
-    compiled.compile_layers(dynamic=True, backend="eager")
-    for lengths in ([9], [5, 64, 3], [40, 40], [2] * 30, [200]):
-        rows = [torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
-        found = [tap[0].split(lengths) for tap in compiled.packed_taps(rows)]
-        want = [tap[0].split(lengths) for tap in plain.packed_taps(rows)]
-        assert all(torch.equal(x, y) for a, b in zip(found, want, strict=True) for x, y in zip(a, b, strict=True))
-        check_taps(compiled, rows[0], [taps[0] for taps in found])  # as at the start of a capture: between packed batches
-    assert graphs["unique_graphs"] - before == 1 and not breaks
-    torch._dynamo.reset()
+    with compiled_beside_plain(tiny_target, graphs=1) as (compiled, plain):
+        for lengths in ([9], [5, 64, 3], [40, 40], [2] * 30, [200]):
+            rows = [torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
+            found = [tap[0].split(lengths) for tap in compiled.packed_taps(rows)]
+            want = [tap[0].split(lengths) for tap in plain.packed_taps(rows)]
+            assert all(torch.equal(x, y) for a, b in zip(found, want, strict=True) for x, y in zip(a, b, strict=True))
+            check_taps(compiled, rows[0], [taps[0] for taps in found])  # as at the start of a capture: between packed batches
 
 
 # -- tokenizer and mask token
