@@ -176,15 +176,6 @@ def first_of_each_bucket(rows: Rows, parts: list[PlannedPart]) -> list[list[int]
     return [*firsts.values(), batches[0][:1]]
 
 
-def matmul_tflops(bench: Bench, dtype: torch.dtype) -> float:
-    n = 8192 if bench.is_cuda else 512
-    a, b = (torch.randn(n, n, device=bench.device, dtype=dtype) for _ in range(2))
-    for _ in range(5):
-        a @ b
-    rates = [2 * n**3 * 20 / bench.time(lambda: [a @ b for _ in range(20)]) / 1e12 for _ in range(5)]
-    return sorted(rates)[2]
-
-
 def kernel_times(bench: Bench, function: Callable[[], Any], *, most: int = 14) -> list[dict[str, Any]]:
     """Where the GPU's time goes while ``function`` runs: kernels by their share of all kernels' time."""
     if not bench.is_cuda:

@@ -36,6 +36,7 @@ from dflash_offline.objective import FrozenHead, Objective, block_loss
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import dflash_peers  # noqa: E402
+from matrix_rate import matrix_rates  # noqa: E402
 from train_work import TINY, WORKS, Tensors, Work, make_batches, make_tensors, step_flops  # noqa: E402
 
 Step = Callable[[int], Any]
@@ -158,18 +159,6 @@ def warm_up_compiler(device: str) -> float:
     return time.perf_counter() - begin
 
 
-def matmul_tflops(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """TFLOP/s of one large matrix product: in a burst, and kept up for as long as a case runs, when power limits the clock."""
-    size, long = (8192, 1200) if device != "cpu" else (256, 20)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    seconds_of(lambda _: torch.mm(a, b, out=out), device, repeats=3)
-    time.sleep(0.5)
-    burst = statistics.median(seconds_of(lambda _: torch.mm(a, b, out=out), device, repeats=20))
-    kept_up = statistics.median(seconds_of(lambda _: torch.mm(a, b, out=out), device, repeats=long)[long // 2 :])
-    return {"matmul_tflops": round(2 * size**3 / burst / 1e12, 3), "matmul_sustained_tflops": round(2 * size**3 / kept_up / 1e12, 3)}
-
-
 def first_steps(arguments: argparse.Namespace) -> dict[str, float]:
     """Seconds to the first step of the main case in fresh processes: cold compile cache, then warm."""
     found = {}
@@ -231,7 +220,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     result: dict[str, Any] = {
         "device": device if device == "cpu" else torch.cuda.get_device_name(), "torch": torch.__version__,
-        "tiny_compile_s": round(warm_up_compiler(device), 1), **matmul_tflops(device, dtype),
+        "tiny_compile_s": round(warm_up_compiler(device), 1), **matrix_rates(device, dtype),
         "cases": [], "failed": {},
     }  # fmt: skip
     print({name: value for name, value in result.items() if name not in ("cases", "failed")}, flush=True)
