@@ -81,7 +81,7 @@ def test_uncompiled_attention_is_an_error(tmp_path: Path, inputs: Path, model: P
     run_file = runs.make_run(tmp_path, inputs, model=model, train=TRAIN | {"attention": "flex"})
     with runs.RankProcesses(run_file) as rank:
         ((status, out, err),) = rank.output(300)
-    assert status == 1 and err.splitlines()[-1].startswith('error: attention "flex": nothing was compiled'), (out, err)
+    assert status == 1 and err.splitlines()[-1].startswith('error: attention "flex": compilation is turned off'), (out, err)
 
 
 def test_dense_attention_in_disguise_is_an_error(tmp_path: Path, inputs: Path, model: Path) -> None:
@@ -96,8 +96,8 @@ def test_dense_attention_in_disguise_is_an_error(tmp_path: Path, inputs: Path, m
     path = setup.drafter.attention
     path.plan, path.attend = lambda blocks, window: blocks, dense
     trainer = Trainer(setup, ranks, Progress(None))
-    trainer.warm_up(tmp_path / "kernels")
-    with pytest.raises(TrainError, match=r"no kernel named \*flex_attention\* ran"):
+    with pytest.raises(TrainError, match=r"no kernel named \*flex_attention\* ran|more than dense attention would"):  # by kernel or by time
+        trainer.warm_up(tmp_path / "kernels")
         prove(trainer)
 
 

@@ -6,6 +6,7 @@ speed and a drafter that accepts nothing. Both cost others weeks, so both are ch
 Legend: N blocks, B slots of a block, C context rows, A query heads, G key/value heads, D head width.
 """
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -38,14 +39,21 @@ class Proof:
         return f"attention {self.path}: within {max(self.errors.values()):.1e} of the dense reference{speed}"
 
 
-def refuse_forced_compilation() -> None:
+def refuse_switches(attention: Attention, device: torch.device) -> None:
     """
     Raises:
-        TrainError: the debugging switch is on that hides a compilation race and makes attention several times slower.
+        TrainError: a debugging switch is on: the one that hides a compilation race and makes attention several times slower,
+            or, where compiled layers are wanted on a GPU, one that turns compilation off.
     """
     switch = "force_compile" + "_during_fx_trace"  # spelt in two parts: the tests look for any place that sets it
     if getattr(torch._dynamo.config, switch, False):
         raise TrainError(f"torch._dynamo.config.{switch} is on: attention would run several times slower without a word; leave it off")
+    off = torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    if off and attention.compiled and device.type == "cuda":
+        raise TrainError(
+            f'attention "{attention.name}": compilation is turned off, so every step would run slowly; unset TORCH_COMPILE_DISABLE and '
+            'TORCHDYNAMO_DISABLE, or ask for attention = "eager" by name'
+        )
 
 
 def prove(
@@ -66,7 +74,7 @@ def prove(
     Raises:
         TrainError: wrong numbers, an unsuitable switch, or a speed that only a dense or uncompiled path has.
     """
-    refuse_forced_compilation()
+    refuse_switches(attention, device)
     worst: dict[str, float] = {}
     for window in windows:
         blocks = small_case(block_size).to(device)
@@ -124,8 +132,8 @@ def outcome(attention: Attention, blocks: BlockLayout, window: int | None, state
     return [attended.detach(), *torch.autograd.grad(attended, leaves, upstream)]
 
 
-def timed(attention: Attention, blocks: BlockLayout, states: list[Tensor], *, repeats: int = 3) -> float:
-    """Median seconds of a forward and backward pass on a GPU, after warm-up."""
+def timed(attention: Attention, blocks: BlockLayout, states: list[Tensor], *, repeats: int = 5) -> float:
+    """Seconds of a forward and backward pass on a GPU, after warm-up: the least of several, for other processes may share the host."""
     plan, upstream = attention.plan(blocks, None), torch.randn_like(states[0])
     leaves, seconds = [state.clone().requires_grad_() for state in states], []
     for _ in range(repeats + 2):
@@ -134,7 +142,7 @@ def timed(attention: Attention, blocks: BlockLayout, states: list[Tensor], *, re
         torch.autograd.grad(attention.attend(*leaves, plan), leaves, upstream)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
-    return sorted(seconds[2:])[repeats // 2]
+    return min(seconds[2:])
 
 
 def matrix_rate(dtype: torch.dtype, device: torch.device, *, size: int = 4096) -> float:

@@ -67,8 +67,8 @@ def prove(trainer: "Trainer") -> str:
     if path in KERNELS:
         if compiled_graphs() == 0:
             raise TrainError(
-                f'attention "{path}": nothing was compiled, so every step would run slowly; unset TORCH_COMPILE_DISABLE and '
-                'TORCHDYNAMO_DISABLE, or ask for attention = "eager" by name'
+                f'attention "{path}": nothing was compiled, so every step would run slowly; report this, or ask for '
+                'attention = "eager" by name'
             )
         ran = _kernels_of_a_pass(trainer, batch)
         for part in KERNELS[path]:
