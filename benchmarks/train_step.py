@@ -51,7 +51,6 @@ class Ours:
     name: str
     attention: str = "triton"
     head_precision: str = "bf16"
-    chunk_bytes: int | None = None
 
 
 def variations(work: Work, device: str) -> list[Ours]:
@@ -63,7 +62,6 @@ def variations(work: Work, device: str) -> list[Ours]:
     return [
         Ours("triton"),
         Ours("triton, fp8 head", head_precision="fp8"),
-        Ours("triton, logits 640 MB", chunk_bytes=640 << 20),
         Ours("flex", attention="flex"),
     ]
 
@@ -86,7 +84,7 @@ def our_step(work: Work, tensors: Tensors, ours: Ours, *, compiled: bool) -> Mad
         labels, supervised = batch.labels.to(device), batch.supervised.to(device)
         anchors = tensors.embedding[tensors.input_ids[blocks.context_end]]
         hidden = drafter(tensors.hidden, anchors, blocks, mask_embedding=mask_row, trained_slots_only=True)
-        out = block_loss(hidden, head, labels, supervised, objective=objective, num_live=blocks.num_live, chunk_bytes=ours.chunk_bytes)
+        out = block_loss(hidden, head, labels, supervised, objective=objective, num_live=blocks.num_live)
         (out.loss_sum / out.weight_sum).backward()
         return out.loss_sum.detach() / out.weight_sum
 
@@ -194,15 +192,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape")
     parser.add_argument("--peers", type=Path, help="folder with the peers' packages")
-    parser.add_argument("--works", help="comma-separated names; all when left out")
+    parser.add_argument("--works", help="comma-separated names, or none; all when left out")
     parser.add_argument("--only", help="run only variations whose name contains this")
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--skip-first-steps", action="store_true", help="leave out the fresh processes")
     parser.add_argument("--profile", type=Path, help="file for the kernel table of the main case")
-    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="results of other calls, with other works, to take in")
+    parser.add_argument(
+        "--merge", type=Path, nargs="*", default=[], help="results of other calls to take in; with --works none, into --out as it is"
+    )
     parser.add_argument("--first-step-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="result file; when left out, none is written for a tiny shape or a CPU")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.out is None and arguments.device != "cpu" and not arguments.tiny:
+        arguments.out = RESULT
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -217,6 +220,11 @@ def main(argv: list[str] | None = None) -> None:
         step, _ = our_step(works[0], make_tensors(works[0], device, dtype), variations(works[0], device)[0], compiled=device != "cpu")
         float(step(0))
         print("FIRST_STEP_S", round(time.perf_counter() - begin, 1))
+        return
+    if not works and arguments.merge:
+        result = json.loads(arguments.out.read_text())
+        merge(result, arguments.merge)
+        save(result, arguments.out)
         return
     result: dict[str, Any] = {
         "device": device if device == "cpu" else torch.cuda.get_device_name(), "torch": torch.__version__,
@@ -282,21 +290,24 @@ def summarise(result: dict[str, Any]) -> None:
             result["ratio_vs_specforge"] = result["ratios_vs_specforge"][work.name][ours]
 
 
-def save(result: dict[str, Any], path: Path) -> None:
+def save(result: dict[str, Any], path: Path | None) -> None:
     """After every case: a run that is cut short keeps what it has measured."""
     summarise(result)
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def merge(result: dict[str, Any], others: list[Path]) -> None:
-    """Take in the cases that other calls on this kind of device measured on other pieces of work."""
+    """Take in what other calls on this kind of device measured: cases of other pieces of work, first steps."""
     for path in others:
         other = json.loads(path.read_text())
         if other["device"] != result["device"]:
             sys.exit(f"--merge {path}: measured on {other['device']}, not on {result['device']}")
         result["cases"] += other["cases"]
         result["failed"] |= other["failed"]
+        result |= {"first_step": other["first_step"]} if "first_step" in other else {}
 
 
 def print_table(result: dict[str, Any]) -> None:
