@@ -5,17 +5,34 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_SERVE = "from moto.server import main; import sys; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"
+# each line of standard input closes the port, or opens it again; what is stored stays
+_SERVE = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", int(sys.argv[1]), verbose=False)
+while True:
+    for change in (server.start, server.stop):
+        change()
+        print(flush=True)
+        if not sys.stdin.readline():
+            sys.exit()
+"""
 
 
 @dataclass(frozen=True)
 class Server:
     endpoint: str
+    process: subprocess.Popen
+
+    def toggle(self) -> None:
+        """Close the port, so that connections are refused; again, open it."""
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -42,20 +59,13 @@ def s3_server() -> Iterator[Server]:
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVE, str(port)],
         env=os.environ | {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, "the S3 server did not start"
-                time.sleep(0.1)
-        yield Server(f"http://127.0.0.1:{port}")
+        assert process.stdout.readline(), "the S3 server did not start"
+        yield Server(f"http://127.0.0.1:{port}", process)
     finally:
         process.kill()
-        process.wait()
+        process.communicate()

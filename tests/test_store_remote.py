@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.errors import ConfigError, StoreDamagedError, StoreError, StoreIdentityError
 from dflash_offline.plan import make_plan
+from dflash_offline.store import objects as objects_module
 from dflash_offline.store.cache import BlockCache
 from dflash_offline.store.objects import MissingObjectError, open_objects
 
@@ -385,6 +387,39 @@ def test_other_urls(scheme, folder):
     assert list(objects.sizes()) == ["part-00000/mine.txt"]
     with pytest.raises(MissingObjectError, match="the object is missing"):
         objects.get("index.json")
+
+
+def test_a_short_outage_is_waited_for(server, bucket, folder, monkeypatch, capsys):
+    """The server goes away while samples are read, and comes again; then it stays away."""
+    monkeypatch.setattr(objects_module, "FIRST_PAUSE_S", 0.2)
+    everything = make_remote(folder / "s", bucket, "bf16", parts=1)
+    opened = store.HiddenStateStore(folder / "s", cache_bytes=1)  # nothing is kept: every read asks the server
+    shutil.rmtree(folder / "cache")
+    assert same_bits(opened[0].hidden_states(), everything[0].hidden)
+    server.toggle()
+    try:
+        capsys.readouterr()
+        with ThreadPoolExecutor(2) as pool:
+            reads = {i: pool.submit(opened[i].hidden_states) for i in (3, 5)}
+            time.sleep(2.5)
+            assert not any(read.done() for read in reads.values())
+            server.toggle()
+            assert all(same_bits(read.result(60), everything[i].hidden) for i, read in reads.items())
+            server.toggle()
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 2 and lines[0].startswith(f"{bucket}/part-00000/"), lines
+        assert "error sending request" in lines[0] and lines[0].endswith("asked again for 120 s")
+        assert lines[1].startswith(f"{bucket}: the object store answers again, after ")
+        monkeypatch.setattr(objects_module, "PATIENCE_S", 1.0)
+        with pytest.raises(StoreError, match=r"^s3://.*cannot be used .*it has not answered for \d+ s: run the same command"):
+            opened[1].hidden_states()
+        begun = time.monotonic()
+        with pytest.raises(StoreError, match="cannot be used") as caught:  # a store that never answered is not waited for
+            open_objects(bucket).get("index.json")
+        assert "has not answered" not in str(caught.value) and "\n" not in str(caught.value) and time.monotonic() - begun < 30
+    finally:
+        server.toggle()
+    assert same_bits(opened[1].hidden_states(), everything[1].hidden)
 
 
 def _write(root: Path, environment: dict[str, str], begun) -> None:

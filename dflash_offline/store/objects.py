@@ -3,26 +3,41 @@
 ``s3://``, ``gs://``, ``az://`` and their like, ``file://`` go through obstore, any other URL through fsspec. Both are
 optional and imported when a URL is used. Credentials come from the environment or the provider's usual chain, never
 from the URL: a URL ends up in files and logs.
+
+A store that has answered before and cannot be reached now is asked again for two minutes: a run of days outlives a short
+outage. One that never answered is not, so that a wrong endpoint or bucket is told at once.
 """
 
 import contextlib
 import datetime
 import os
 import re
+import socket
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_offline.errors import StoreDamagedError, StoreError
 
 _OBSTORE = {"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file"}
-_RETRIES, _RETRY_S = 5, 60
+_RETRIES, _RETRY_S = 5, 60  # obstore's own: seconds in all, for a reply that got lost
+PATIENCE_S = 120.0  # an outage that is waited for
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 20.0  # between two attempts; each pause is twice the one before
 _ENDPOINT = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")
+
+
+Result = TypeVar("Result")
 
 
 class MissingObjectError(StoreDamagedError):
     """An object that should be there is not."""
+
+
+class UnreachableError(StoreError):
+    """The store does not answer, or says that it cannot now."""
 
 
 class Objects(ABC):
@@ -30,6 +45,7 @@ class Objects(ABC):
 
     def __init__(self, url: str):
         self.url = url
+        self._outage = _Outage(url)
 
     @abstractmethod
     def put(self, name: str, content: bytes | Path, *, create: bool = False) -> bool:
@@ -71,9 +87,67 @@ class Objects(ABC):
             if isinstance(error, FileNotFoundError):
                 raise MissingObjectError(f"{where}: the object is missing") from None
             line = re.sub(r"\?\S*|(?<=//)[^\s/@]*@", "", (text.strip().splitlines() or [type(error).__name__])[0])[:240].rstrip(" :")
-            raise StoreError(
+            kind = UnreachableError if _may_pass(error) else StoreError
+            raise kind(
                 f"{where}: the object store cannot be used ({line}); check [store] url, credentials and endpoint of this environment"
             ) from None
+
+    def _patiently(self, name: str, act: Callable[[], Result]) -> Result:
+        """Do what may be done twice, ``act``; an outage is waited for (see the module's docstring)."""
+        while True:
+            try:
+                with self._explained(name):
+                    result = act()
+            except UnreachableError as error:
+                self._outage.wait(error)
+            else:
+                self._outage.over()
+                return result
+
+
+class _Outage:
+    """Since when the store does not answer, for all threads together."""
+
+    def __init__(self, url: str):
+        self._url, self._lock = url, threading.Lock()
+        self._answered, self._since = False, None
+
+    _since: float | None
+
+    def wait(self, error: UnreachableError) -> None:
+        """Sleep before the next attempt.
+
+        Raises:
+            UnreachableError: ``error``, when the store never answered or has not for too long.
+        """
+        with self._lock:
+            if not self._answered:
+                raise error
+            now = time.monotonic()
+            if self._since is None:
+                self._since = now
+                print(f"{error}; asked again for {PATIENCE_S:.0f} s", flush=True)
+            lasted = now - self._since
+        if lasted >= PATIENCE_S:
+            raise UnreachableError(f"{error}; it has not answered for {lasted:.0f} s: run the same command again once it does")
+        time.sleep(min(max(FIRST_PAUSE_S, lasted), LONGEST_PAUSE_S, PATIENCE_S - lasted))  # as long as it lasts: pauses double
+
+    def over(self) -> None:
+        """The store has answered."""
+        if self._since is None and self._answered:
+            return
+        with self._lock:
+            if self._since is not None:
+                print(f"{self._url}: the object store answers again, after {time.monotonic() - self._since:.0f} s", flush=True)
+            self._answered, self._since = True, None
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether an error of a library is one of the network or of a busy server: the same request may do well later."""
+    kind = type(error)
+    if kind.__module__.startswith("obstore"):  # refusals and missing objects have classes of their own there
+        return kind.__name__ == "GenericError" and not re.search(r"LocalFileSystem|status code: 4(?!08|29)\d\d", str(error))
+    return isinstance(error, ConnectionError | TimeoutError | socket.gaierror) or kind.__module__.startswith("aiohttp")
 
 
 def open_objects(url: str) -> Objects:
@@ -120,30 +194,33 @@ class _Obstore(Objects):
             self._library, self._store = obstore, from_url(url, **options)
 
     def put(self, name: str, content: bytes | Path, *, create: bool = False) -> bool:
-        with self._explained(name):
+        if not create:
+            self._patiently(name, lambda: self._library.put(self._store, name, content, mode="overwrite"))
+            return True
+        with self._explained(name):  # once: a second one would find what the first one has made
             try:
-                self._library.put(self._store, name, content, mode="create" if create else "overwrite")
+                self._library.put(self._store, name, content, mode="create")
             except (FileExistsError, self._library.exceptions.AlreadyExistsError):
                 return False
         return True
 
     def get(self, name: str) -> bytes:
-        with self._explained(name):
-            return bytes(self._library.get(self._store, name).bytes())
+        return self._patiently(name, lambda: bytes(self._library.get(self._store, name).bytes()))
 
     def ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Any]:
-        with self._explained(name):
-            starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
-            return list(self._library.get_ranges(self._store, name, starts=starts, ends=stops))
+        starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
+        return self._patiently(name, lambda: list(self._library.get_ranges(self._store, name, starts=starts, ends=stops)))
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        with self._explained(prefix):
+        def read() -> dict[str, int]:
             return {found["path"]: found["size"] for page in self._library.list(self._store, prefix or None) for found in page}
+
+        return self._patiently(prefix, read)
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
-            with contextlib.suppress(MissingObjectError), self._explained(name):
-                self._library.delete(self._store, name)
+            with contextlib.suppress(MissingObjectError):
+                self._patiently(name, lambda name=name: self._library.delete(self._store, name))
 
 
 def _boto3_credentials() -> Any:
@@ -169,33 +246,39 @@ class _Fsspec(Objects):
         return f"{self._path}/{name}" if name else self._path
 
     def put(self, name: str, content: bytes | Path, *, create: bool = False) -> bool:
-        path = self._at(name)
+        if not create:
+            self._patiently(name, lambda: self._put(name, content))
+            return True
         with self._explained(name):
-            if create and self._system.exists(path):
+            if self._system.exists(self._at(name)):
                 return False
-            self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
-            if isinstance(content, Path):
-                self._system.put_file(str(content), path)
-            else:
-                self._system.pipe_file(path, content)
+            self._put(name, content)
         return True
 
+    def _put(self, name: str, content: bytes | Path) -> None:
+        path = self._at(name)
+        self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if isinstance(content, Path):
+            self._system.put_file(str(content), path)
+        else:
+            self._system.pipe_file(path, content)
+
     def get(self, name: str) -> bytes:
-        with self._explained(name):
-            return bytes(self._system.cat_file(self._at(name)))
+        return self._patiently(name, lambda: bytes(self._system.cat_file(self._at(name))))
 
     def ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Any]:
-        with self._explained(name):
-            return [self._system.cat_file(self._at(name), start=start, end=stop) for start, stop in ranges]
+        return self._patiently(name, lambda: [self._system.cat_file(self._at(name), start=start, end=stop) for start, stop in ranges])
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        with self._explained(prefix):
+        def read() -> dict[str, int]:
             self._system.invalidate_cache()
             found = self._system.find(self._at(prefix), detail=True)
             skip = len(self._path) + 1
             return {name[skip:]: facts["size"] for name, facts in found.items()}
 
+        return self._patiently(prefix, read)
+
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
-            with contextlib.suppress(MissingObjectError), self._explained(name):
-                self._system.rm_file(self._at(name))
+            with contextlib.suppress(MissingObjectError):
+                self._patiently(name, lambda name=name: self._system.rm_file(self._at(name)))
