@@ -1,6 +1,6 @@
 """Real training of a Qwen3-8B-shaped drafter on one GPU and on two: rate, and how long ranks wait for data.
 
-    python benchmarks/train_wait.py --ranks 1,2                      # H200s; about two minutes, 9 GB of disk, 2.5 GB of /dev/shm
+    python benchmarks/train_wait.py --ranks 1,2                      # H200s; about two minutes, 11 GB of disk, 2.5 GB of /dev/shm
     python benchmarks/train_wait.py --ranks 1,2 --device cpu --tiny  # the same code on a tiny shape, to see that it runs
 
 Every number of ranks trains the same drafter, from the same int8 store of random rows, with the same global batch, by
@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from train_work import QWEN3_8B, TINY  # noqa: E402
 
 RESULT = Path(__file__).resolve().parent / "results" / "train_scaling.json"
-MICRO_BATCHES = 4  # of a step, over all ranks
+MICRO_BATCHES = 8  # of a step, over all ranks: 24,576 tokens, a small batch for a drafter of this size
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Size:
         return self.steps * MICRO_BATCHES
 
 
-LARGE = Size(QWEN3_8B, 3072, 512, 32)
+LARGE = Size(QWEN3_8B, 3072, 512, 20)
 SMALL = Size(TINY.shape, 96, 12, 24)
 
 

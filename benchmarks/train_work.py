@@ -93,6 +93,8 @@ def make_batches(work: Work, tensors: Tensors, count: int) -> list[Batch]:
         blocks = BlockLayout.pack(work.lengths, anchors, block_size=size, num_blocks=work.anchors)
         padding = ((0, work.anchors - blocks.num_live), (0, 0))
         arrays = [torch.from_numpy(np.pad(np.concatenate(parts), padding)) for parts in (labels, supervised)]
+        if tensors.hidden.is_cuda:  # as the reader hands them over, so that the host never waits for the GPU
+            blocks, arrays = blocks.pin(), [array.pin_memory() for array in arrays]
         batches.append(Batch(blocks, *arrays))
     return batches
 
