@@ -7,8 +7,8 @@
 Writes benchmarks/results/capture_h200.json after every case: ``matmul_tflops`` (8192^3 in bf16, see matrix_rate.py), ``cases``,
 ``ratio_vs_hf`` (tokens/s of capture with the store over transformers' ``output_hidden_states=True`` with logits, the same
 rows in bucketed, padded batches) and ``fraction_of_matmul``. Tokens and FLOP count real tokens only, of the layers that
-ran; padding counts as lost time. Seconds of a case with a store end when its last part is committed. Sections that are
-left out keep what the file says of them.
+ran; padding counts as lost time. Seconds of a case with a store end when its last part is committed. Cases and sections
+that are left out keep what the file says of them; ``measured`` tells runs apart.
 """
 
 import argparse
@@ -220,11 +220,11 @@ def shape_cases(
         if shutil.disk_usage(where).free < 1.5 * rows.lengths.sum() * TAPS * config.hidden_size * 2:
             bench.say(f"{name}: {where} is left out, too little space there")
             continue
-        for codec in ("int8", "bf16", "lossless") if thorough and not cases else ("lossless",):
+        for codec in arguments.codecs if thorough and not cases else ("lossless",):
             label = f"{name}: capture into a {codec} store"
             some = parts if codec == "int8" else parts[::2]
             cases.append(capture_case(bench, label, forwarder, rows, some, flop_of(some), where=where, codec=codec))
-    if thorough:
+    if thorough and "padded" not in arguments.without:
         forwarder.packs = False
         some = padded_parts[::3]
         capture_case(bench, f"{name}: capture, padded, no store", forwarder, rows, some, flop_of(some))
@@ -312,6 +312,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a tiny model in place of the real shapes")
+    parser.add_argument("--codecs", nargs="*", default=["int8", "bf16", "lossless"], help="of the stores of the main case")
+    parser.add_argument("--without", nargs="*", default=[], choices=["padded"], help="leave out of the main case")
     parser.add_argument("--batches", type=int, default=48, help="batches of the 8B shape")
     parser.add_argument("--only", nargs="*", default=SECTIONS, choices=SECTIONS, help="sections to run; all by default")
     parser.add_argument("--smollm2", type=Path, help="folder of the converted SmolLM2; found by itself where the demo model is installed")
@@ -358,8 +360,8 @@ def main() -> None:
     result = {**kept, **result} if kept.get("device") == result["device"] else result
 
     def save() -> None:
-        names = {case["name"].split(":")[0] for case in bench.cases}
-        others = [case for case in kept.get("cases", []) if case["name"].split(":")[0] not in names] if result.get("matmul_tflops") else []
+        names = {(case["name"], case.get("store")) for case in bench.cases}
+        others = [case for case in kept.get("cases", []) if (case["name"], case.get("store")) not in names]
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result | {"cases": [*bench.cases, *others]}, indent=1) + "\n")
 

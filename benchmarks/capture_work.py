@@ -59,6 +59,7 @@ class Bench:
         self.device, self.is_cuda = device, device.type == "cuda"
         self.cases: list[dict[str, Any]] = []
         self.save, self.began = save, time.perf_counter()
+        self.measured = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
 
     def sync(self) -> None:
         if self.is_cuda:
@@ -88,6 +89,7 @@ class Bench:
             "tflops": round(flop / seconds / 1e12, 3),
             "peak_gib": round(peak, 2),
             "seconds": round(seconds, 3),
+            "measured": self.measured,
         } | more
         self.cases.append(case)
         self.say(json.dumps(case))
