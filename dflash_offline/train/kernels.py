@@ -2,7 +2,7 @@
 
 Every shape of micro-batch gets one forward and backward pass before any rank talks to another, so that no rank can
 wait in a reduction for one that is still compiling. The first process on a host compiles under a file lock; the others
-wait, then load what it left in the shared cache.
+wait, then load what it left in the shared cache, all at the same time.
 """
 
 import contextlib
@@ -60,17 +60,19 @@ def use_cache_folder(device: torch.device) -> tuple[Path, str | None]:
 
 @contextlib.contextmanager
 def compiling(folder: Path, what: Any) -> Iterator[bool]:
-    """Hold the folder's lock: alone while ``what`` (any JSON value) was never compiled there, else beside others.
+    """Alone in the folder while ``what`` (any JSON value) was never compiled there, else beside all others.
 
     Yields whether this process is the first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / f"{digest(what)}.compiled"
     with (folder / "compile.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
         first = not mark.exists()
+        if first:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            first = not mark.exists()  # another process may have compiled meanwhile
         if not first:
-            fcntl.flock(file, fcntl.LOCK_SH)
+            fcntl.flock(file, fcntl.LOCK_UN)  # loading needs no lock: whoever waits may begin at once
         yield first
         if first:
             mark.touch()
