@@ -41,7 +41,7 @@ MAX_LINES = 40  # copied to the terminal per process and poll; the log has them 
 MAX_LINE_CHARS = 400
 MAX_LOG_BYTES = 16 << 20  # a log that has grown beyond this is put aside when the next run starts
 _ERROR = re.compile(r"^error: (.+)$")
-_LOST_PEER = "lost contact with"  # as ranks put it (train/ranks.py)
+_LOST_PEER = re.compile(r"lost contact with|ended before its time|because .* was told to stop")  # as ranks put it (train/)
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b.*$")
 
 
@@ -282,14 +282,16 @@ def progress_of(running: Iterable[Running]) -> dict[str, dict[str, Any]]:
 
 
 def _blame(process: Running) -> int:
-    """Which of several failed processes is named: one killed from outside, then one that says why, then any other.
+    """Which of several failed processes is named: one killed or stopped from outside, then one that says why, then any other.
 
     A rank that only lost its peer comes last: the peer's own failure is the cause.
     """
     if process.status is not None and process.status < 0:
         return 0 if process.status == -signal.SIGKILL else 1
+    if process.status == TERMINATED:
+        return 1
     told = [found.group(1) for line in process._last_lines() if (found := _ERROR.match(line))]
-    if told and _LOST_PEER in told[-1]:
+    if told and _LOST_PEER.search(told[-1]):
         return 4
     return 2 if told else 3
 

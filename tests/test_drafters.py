@@ -303,8 +303,15 @@ def test_two_hosts_capture_and_train_one_drafter_together(tmp_path: Path, tiny_t
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "whole_group", "why"),
+    [
+        (signal.SIGKILL, True, "lost contact with "),
+        (signal.SIGTERM, False, r"stopped after step \d+, which is saved, because rank 1 on node-b was told to stop or lost its command"),
+    ],
+)
 def test_a_lost_node_ends_the_others_and_both_go_on_together(
-    tmp_path: Path, tiny_target: Path, conversations: list[dict[str, Any]]
+    tmp_path: Path, tiny_target: Path, conversations: list[dict[str, Any]], number: signal.Signals, whole_group: bool, why: str
 ) -> None:
     nodes = TwoNodes(tmp_path, tiny_target, conversations, epochs=60, checkpoint_every=5)
     first, second = nodes.start()
@@ -312,11 +319,11 @@ def test_a_lost_node_ends_the_others_and_both_go_on_together(
     while not any(row["step"] >= 20 for row in runs.metrics(nodes.run_file)):
         assert first.poll() is None and second.poll() is None and time.monotonic() < end, [first.communicate()[0], second.communicate()[0]]
         time.sleep(0.05)
-    os.killpg(second.pid, signal.SIGKILL)
+    (os.killpg if whole_group else os.kill)(second.pid, number)
     second.communicate(timeout=60)
     output = first.communicate(timeout=60)[0]
     assert first.returncode == 30
-    assert re.search(r"^luigi: error: TrainDrafter: train-0 failed: rank 0 of 2: lost contact with ", output.splitlines()[-1])
+    assert re.search(rf"^luigi: error: TrainDrafter: train-0 failed: rank 0 of 2: {why}", output.splitlines()[-1]), output
     again = nodes.start()
     done = [process.communicate(timeout=300)[0] for process in again]
     assert [process.returncode for process in again] == [0, 0], "\n".join(done)

@@ -71,6 +71,13 @@ def test_leaving_in_order_is_no_death(three: tuple[list[Peers], list[str]]) -> N
     assert [peer.dead for peer in group] == [None] * 3 and ended == []
 
 
+def test_ranks_of_other_hosts_are_named_with_their_host() -> None:
+    peer = Peers(0, 3)
+    assert peer.name(2) == "rank 2"
+    peer.hosts, peer.dead = ["a", "a", "b"], 2
+    assert peer.name(1) == "rank 1" and peer.obituary() == "rank 0 of 3: rank 2 on b ended before its time; its log says why"
+
+
 def test_a_rank_that_does_not_come_is_named() -> None:
     first, second = Peers(0, 3), Peers(1, 3)
     second.connect("127.0.0.1", first.listen())

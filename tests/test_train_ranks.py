@@ -1,5 +1,6 @@
 """Several ranks, and resuming after a kill: real processes, compared to the last bit."""
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,12 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(
         ranks.wait_for_step(3)
         ranks.processes[1].send_signal(signal.SIGTERM)  # to one of them: all stop, at the same step
         stopped = ranks.output()
-    assert [status for status, _, _ in stopped] == [143, 143], stopped
+    assert [status for status, _, _ in stopped] == [1, 143], stopped
+    assert re.fullmatch(  # not "SIGTERM", which this one has not had
+        r"error: rank 0 of 2: stopped after step \d+, which is saved, because rank 1 was told to stop or lost its command; "
+        r"run the same command again wherever it was started\n",
+        stopped[0][2],
+    ), stopped
     runs.train_here(run_file)
     assert "with 1 rank in place of 2: same samples in the same order" in capsys.readouterr().out
     rows, expected = runs.metrics(run_file), runs.metrics(undisturbed[1])
@@ -107,7 +113,7 @@ def test_divided_optimiser_state_trains_alike_and_resumes_with_fewer_ranks(
         ranks.wait_for_step(3)
         ranks.processes[2].send_signal(signal.SIGTERM)
         stopped = ranks.output()
-    assert [status for status, _, _ in stopped] == [143] * 3 and "optimiser state divided among 3 ranks" in stopped[0][1], stopped
+    assert [status for status, _, _ in stopped] == [1, 1, 143] and "optimiser state divided among 3 ranks" in stopped[0][1], stopped
     with runs.RankProcesses(*[run_file] * 2) as ranks:
         finished = ranks.output()
     assert [status for status, _, _ in finished] == [0, 0], finished

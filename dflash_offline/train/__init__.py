@@ -50,7 +50,7 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
     from dflash_offline.train.loop import Trainer
     from dflash_offline.train.partial import choose
     from dflash_offline.train.proof import prove
-    from dflash_offline.train.ranks import Ranks
+    from dflash_offline.train.ranks import Ranks, StoppedTogetherError
     from dflash_offline.train.setup import choose_device, prepare
     from dflash_offline.train.trackers import check_installed
 
@@ -99,7 +99,7 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
             output.write(setup, ranks, final)
             progress.say(f"drafter written to {setup.folder / 'drafter'}")
         ranks.gather(None)  # the others end once the drafter is there, or fail with the rank that should write it
-    except SystemExit:
+    except (SystemExit, StoppedTogetherError):
         ranks.leave(in_order=True)  # asked to stop: all ranks, after the same step
         raise
     except BaseException:

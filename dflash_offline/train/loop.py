@@ -30,7 +30,7 @@ from dflash_offline.stage import SAVING, TERMINATED
 from dflash_offline.train import heldout, kernels, state
 from dflash_offline.train.diagnosis import describe_divergence
 from dflash_offline.train.proof import prove_attention
-from dflash_offline.train.ranks import GradientSum, Ranks
+from dflash_offline.train.ranks import GradientSum, Ranks, StoppedTogetherError
 from dflash_offline.train.reporter import Reporter
 from dflash_offline.train.setup import Setup
 from dflash_offline.train.speed import StallWatch
@@ -290,7 +290,13 @@ class Trainer:
             self.settled_at = time.perf_counter()
         if self.stop_agreed and not last:
             self.reporter.say(f"stopped at step {number} of {self.order.total_steps}; the same command goes on from there")
-            raise SystemExit(TERMINATED)
+            told = self.ranks.told_to_stop(this=self.stop_asked)
+            if self.stop_asked:
+                raise SystemExit(TERMINATED)
+            raise StoppedTogetherError(
+                f"rank {self.ranks.rank} of {self.ranks.size}: stopped after step {number}, which is saved, because {told} was told to "
+                "stop or lost its command; run the same command again wherever it was started"
+            )
 
     def _ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
         self.stop_asked = True

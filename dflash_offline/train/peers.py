@@ -28,6 +28,7 @@ class Peers:
 
     Attributes:
         dead: the rank that died first, once known.
+        hosts: of each rank, once known; empty before.
     """
 
     def __init__(self, rank: int, size: int, *, end: Callable[[str], None] | None = None) -> None:
@@ -37,6 +38,7 @@ class Peers:
         self._known, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._listener: socket.socket | None = None
+        self.hosts: list[str] = []
 
     dead: int | None
 
@@ -128,7 +130,13 @@ class Peers:
 
     def obituary(self) -> str:
         """One line on the rank that died."""
-        return f"rank {self.rank} of {self.size}: rank {self.dead} ended before its time; its log says why"
+        assert self.dead is not None
+        return f"rank {self.rank} of {self.size}: {self.name(self.dead)} ended before its time; its log says why"
+
+    def name(self, rank: int) -> str:
+        """How messages name a rank: with its host where that is another one."""
+        elsewhere = self.hosts and self.hosts[rank] != self.hosts[self.rank]
+        return f"rank {rank} on {self.hosts[rank]}" if elsewhere else f"rank {rank}"
 
     def who_died(self, *, wait_s: float = 2.0) -> int | None:
         """The rank that died; waits a little for the news."""

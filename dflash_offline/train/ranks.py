@@ -13,6 +13,7 @@ uneven shares never hang.
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,6 +31,10 @@ JOIN_MINUTES = 60  # for all ranks to come: each opens the store and may wait fo
 # of one collective: longer than one rank may work while the others wait (a checkpoint on a slow disk); the dead are
 # noticed by Peers
 COLLECTIVE_HOURS = 12
+
+
+class StoppedTogetherError(TrainError):
+    """Training stopped in good order, because another rank was told to."""
 
 
 @dataclass
@@ -86,9 +91,10 @@ class Ranks:
         self.joined = True
         dist.distributed_c10d._set_pg_timeout(timedelta(hours=COLLECTIVE_HOURS))
         self.peers = Peers(self.rank, self.size)
-        port = self.gather(self.peers.listen() if self.first else None)[0]
+        ports, hosts = zip(*self.gather((self.peers.listen() if self.first else None, socket.gethostname())), strict=True)
+        self.peers.hosts = list(hosts)
         if not self.first:
-            self.peers.connect(os.environ["MASTER_ADDR"], port)
+            self.peers.connect(os.environ["MASTER_ADDR"], ports[0])
         self.peers.start()
 
     def leave(self, *, in_order: bool) -> None:
@@ -113,7 +119,7 @@ class Ranks:
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:160]
             dead = None if self.peers is None else self.peers.who_died()
-            other = "another rank" if dead is None else f"rank {dead}"
+            other = "another rank" if self.peers is None or dead is None else self.peers.name(dead)
             raise TrainError(f"rank {self.rank} of {self.size}: lost contact with {other}, whose log says why ({reason})") from None
 
     @property
@@ -143,6 +149,12 @@ class Ranks:
         with self.talking():
             dist.all_gather_object(found, value)
         return found
+
+    def told_to_stop(self, *, this: bool) -> str:
+        """Which ranks were told to stop, in words, once all have agreed to; ``this``: whether this one was."""
+        told = [rank for rank, each in enumerate(self.gather(this)) if each]
+        names = [f"rank {rank}" if self.peers is None else self.peers.name(rank) for rank in told]
+        return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
     def compare(self, facts: Mapping[str, Any]) -> None:
         """Make sure that all ranks run the same job.
