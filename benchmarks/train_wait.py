@@ -268,6 +268,8 @@ def main(argv: list[str] | None = None) -> None:
                 drop_pages(first / "captures")
             result["cases"].append(measure(files[ranks], size, ranks=ranks, device=device, limit_s=arguments.limit_s))
             print("CASE", json.dumps(result["cases"][-1]), flush=True)
+            said = files[ranks].with_name(f"rank0of{ranks}.log").read_text(errors="replace")
+            print("\n".join(line for line in said.splitlines() if "kernels" in line or "ready after" in line), flush=True)
     rates = {case["ranks"]: case["ctx_tokens_per_s"] for case in result["cases"]}
     if 1 in rates and 2 in rates:
         result["ratio_2_over_1"] = round(rates[2] / rates[1], 3)
