@@ -83,14 +83,20 @@ def test_what_cannot_be_packed_is_found_out_even_if_it_is_asked_for(family: str,
 
 def test_a_kernel_of_few_lengths_gives_each_row_its_own_attention() -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(100, n, 8, generator=generator) for n in (4, 2, 2))
+    q, k = (torch.randn(100, n, 8, generator=generator) for n in (4, 2))
+    v = torch.randn(100, 64, generator=generator)[:, 48:].unflatten(1, (2, 8))  # part of longer rows
     edges, lengths = [0, 37, 38, 90, 100], []
 
     def attention(*three: torch.Tensor) -> torch.Tensor:
         lengths.append(three[0].shape[2])
+        assert three[2].stride()[1:] == (8, 64, 1), "a kernel is chosen by strides too: the last row's must be those of the others"
+        return plain(*three)
+
+    def plain(*three: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(*three, is_causal=True, enable_gqa=True)
 
     want = row_by_row(q, k, v, edges, attention, step=1)
+    torch.testing.assert_close(row_by_row(q, k, v.contiguous(), edges, plain, step=1), want)
     found = row_by_row(q, k, v, edges, attention, step=16)
     assert lengths == [37, 1, 52, 10, 48, 16, 64, 16]
     torch.testing.assert_close(found, want)

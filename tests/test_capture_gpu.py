@@ -111,3 +111,35 @@ def test_cudnn_attention_is_ready_and_equals_the_flash_kernel() -> None:
         assert problem is None and packed._cudnn or torch.cuda.get_device_capability() < (9, 0)
     finally:
         packed._cudnn = False
+
+
+def test_cudnn_attention_takes_values_that_are_part_of_longer_rows() -> None:
+    from transformers import LlamaConfig
+
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN's attention is used from compute capability 9.0 on")
+    text = LlamaConfig(hidden_size=512, num_attention_heads=8, num_key_value_heads=2)
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k = (torch.randn(4000, n, 64, device="cuda", dtype=torch.bfloat16, generator=generator) for n in (8, 2))
+    v = torch.randn(4000, 768, device="cuda", dtype=torch.bfloat16, generator=generator)[:, 640:].unflatten(1, (2, 64))
+    edges = torch.tensor([0, 1500, 4000], dtype=torch.int32)
+    packed.register()
+    arguments = (edges.cuda(), edges, 2500, 0.125, 0)
+    flash = torch.ops.dflash_offline.rows_attention(q, k, v, *arguments)
+    assert torch.equal(flash, torch.ops.dflash_offline.rows_attention(q, k, v.contiguous(), *arguments))
+    try:
+        assert packed.prepare_cudnn(text, device=q.device, dtype=q.dtype, lengths=[1500, 2500], value_row=768) is None
+        found = torch.ops.dflash_offline.rows_attention(q, k, v, *arguments)
+    finally:
+        packed._cudnn = False
+    assert distance(found.flatten(1), flash.flatten(1)) < 0.01
+
+
+def test_merging_leaves_no_memory_taken(bigger_target: Path) -> None:
+    options = {"dtype": torch.bfloat16, "device": "cuda", "attention": "sdpa", "layer_ids": [0, 2, 4]}
+    target = load_target(bigger_target, **options)
+    target.taps(torch.zeros(1, 8, dtype=torch.long))  # what libraries keep from their first call on
+    before = torch.cuda.memory_allocated()
+    target.compile_layers(dynamic=True)
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+    assert any("_MergedLinear" in type(module).__name__ for module in target.model.modules())

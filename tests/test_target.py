@@ -200,7 +200,7 @@ def test_two_graphs_serve_every_batch_shape(tiny_target: Path) -> None:
         for rows, tokens in ((3, 24), (4, 64), (1, 40), (64, 8), (1, 64), (2, 96), (7, 32)):
             ids = torch.randint(3, 500, (rows, tokens), generator=torch.Generator().manual_seed(rows))
             taps = compiled.taps(ids)
-            assert torch.equal(torch.stack(taps, 2), plain.capture(ids))
+            torch.testing.assert_close(torch.stack(taps, 2), plain.capture(ids), rtol=1e-5, atol=1e-5)  # merged products round
             check_taps(compiled, ids[0], [tap[0] for tap in taps])  # must leave nothing behind that asks for other graphs
 
 
@@ -210,7 +210,7 @@ def test_one_graph_serves_every_packed_batch(tiny_target: Path) -> None:
             rows = [torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
             found = [tap[0].split(lengths) for tap in compiled.packed_taps(rows)]
             want = [tap[0].split(lengths) for tap in plain.packed_taps(rows)]
-            assert all(torch.equal(x, y) for a, b in zip(found, want, strict=True) for x, y in zip(a, b, strict=True))
+            torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)  # merged products round
             check_taps(compiled, rows[0], [taps[0] for taps in found])  # as at the start of a capture: between packed batches
 
 

@@ -20,6 +20,7 @@ from dflash_offline.errors import TargetError
 from dflash_offline.graphs import compiled_graphs
 from dflash_offline.target import Target
 from dflash_offline.target.facts import text_part
+from dflash_offline.target.merged import value_row
 from dflash_offline.target.packed import prepare_cudnn
 
 GPU_MULTIPLE = 8  # padded lengths are a multiple of this: aligned loads in attention kernels
@@ -90,7 +91,8 @@ class Forwarder:
         """Have the faster attention kernel ready for packed rows of these lengths, on a GPU that has it; said where it has not."""
         if self.packs and self.is_cuda:
             text = text_part(self.target.model.config)
-            reason = prepare_cudnn(text, device=self.target.device, dtype=self.target.dtype, lengths=lengths)
+            row = value_row(self.target.layers)
+            reason = prepare_cudnn(text, device=self.target.device, dtype=self.target.dtype, lengths=lengths, value_row=row)
             if reason:
                 self._say(f"attention by the flash kernel, not by cuDNN: {reason}")
 

@@ -6,6 +6,7 @@
 ``tokens.py``     ``load_tokenizer``; ``resolve_mask_token_id``
 ``load.py``       ``load_target``: layers up to the last tap, straight to the device
 ``packed.py``     rows one after another without padding: attention for them, and whether a target allows it
+``merged.py``     one product for projections of the same input, in compiled layers
 ``taps.py``       ``Target``: hooks on the tapped layers, ``capture``
 ``ending.py``     ``load_ending``: final norm, scale and cap of the logits, for training towards the target
 ================  ====================================================================================

@@ -125,7 +125,7 @@ def row_by_row(
     of the row sees what follows, and what comes out for that is dropped.
 
     Args:
-        query, key, value: ``[T, Q, D]``, ``[T, G, D]``, ``[T, G, D]``.
+        query, key, value: ``[T, Q, D]``, ``[T, G, D]``, ``[T, G, D]``; tokens may be further apart than their channels take.
         edges: where rows begin and end.
         attention: of ``[1, Q, t, D]``, ``[1, G, t, D]``, ``[1, G, t, D]``.
     """
@@ -134,8 +134,15 @@ def row_by_row(
         end = start + -(-(stop - start) // step) * step
         three = [x[start : min(end, total)] for x in (query, key, value)]
         if end > total:
-            three = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, end - total)) for x in three]
+            three = [_extended(x, end - start) for x in three]
         out[start:stop] = attention(*(x.transpose(0, 1)[None] for x in three))[0, :, : stop - start].transpose(0, 1)
+    return out
+
+
+def _extended(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """With zeros behind, up to ``length`` rows; as far apart as they were, because a kernel is chosen by that too."""
+    out = rows.new_empty_strided((length, *rows.shape[1:]), rows.stride()).zero_()
+    out[: len(rows)] = rows
     return out
 
 
@@ -153,11 +160,14 @@ def _cudnn_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, False, 0.0, True, False, scale=scale)[0]
 
 
-def prepare_cudnn(text: Any, *, device: torch.device, dtype: torch.dtype, lengths: list[int]) -> str | None:
+def prepare_cudnn(text: Any, *, device: torch.device, dtype: torch.dtype, lengths: list[int], value_row: int | None = None) -> str | None:
     """Try cuDNN's attention on this GPU and, if it gives what the flash kernel gives, have it ready for rows of these lengths.
 
     Each multiple of ``CUDNN_STEP`` is a plan of its own that takes a moment to build. From then on batches of long rows use it,
     in this process.
+
+    Args:
+        value_row: channels from one token's values to the next one's, where they are part of longer rows; plans depend on it.
 
     Returns:
         Why it is not used, or None.
@@ -178,7 +188,9 @@ def prepare_cudnn(text: Any, *, device: torch.device, dtype: torch.dtype, length
     try:
         distance = float((operation() - want).float().norm() / want.float().norm())
         for length in sorted({-(-length // CUDNN_STEP) * CUDNN_STEP for length in lengths if length >= LONG_ROWS // 2}):
-            empty = [torch.zeros(length, n, size, device=device, dtype=dtype).transpose(0, 1)[None] for n in (heads, groups, groups)]
+            rows = [torch.zeros(length, n * size, device=device, dtype=dtype) for n in (heads, groups)]
+            rows.append(torch.zeros(length, value_row or groups * size, device=device, dtype=dtype)[:, -groups * size :])
+            empty = [x.unflatten(1, (-1, size)).transpose(0, 1)[None] for x in rows]
             _cudnn_attention(*empty, scale=size**-0.5)
         torch.cuda.synchronize(device)
     except RuntimeError as error:

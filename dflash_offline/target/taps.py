@@ -13,6 +13,7 @@ from torch import nn
 from dflash_offline.errors import TargetError
 from dflash_offline.target import packed
 from dflash_offline.target.facts import text_part
+from dflash_offline.target.merged import merge
 
 _HOOKS_FLAG = "_output_capturing_hooks_installed"  # how transformers knows that its hooks are there
 _STATE_KINDS = ("linear", "mamba", "conv", "recurrent", "ssm", "delta")
@@ -159,12 +160,13 @@ class Target:
         return tuple(states)
 
     def compile_layers(self, *, dynamic: bool, backend: str = "inductor") -> None:
-        """Compile every layer on its own; layers of one kind share a compilation.
+        """Compile every layer on its own; layers of one kind share a compilation. Projections are merged first (``merged.py``).
 
         Only ``forward`` is compiled, so that hooks (ours and transformers' own) run outside and cause no recompilation.
         Of a layer that carries a state over tokens only the MLP is compiled: its loop over chunks of the sequence would
         be unrolled, and compiled anew for every length.
         """
+        merge(self.layers, lambda: self.taps(torch.zeros(1, 8, dtype=torch.long)))
         kinds = getattr(self.model.config, "layer_types", None) or []
         for i, layer in enumerate(self.layers):
             kind = str(kinds[i]) if i < len(kinds) else ""
