@@ -21,12 +21,16 @@ evaluate    train; [evaluate] except gpus; content of the prompt files
 report      export, evaluate; with [[drafters]] those of each, and its name
 ==========  ==========================================================================================
 
+A setting that another one switches off (``dpace_alpha`` with loss "ce") counts as its default, so that writing it changes nothing.
+
 With [[drafters]] the keys from train to evaluate are those of one drafter, ``RunConfig.for_drafter(name)``: the same as
 of a run file that has its settings in [drafter] and [train]. Names and [hosts] are in no key but the report's.
 """
 
+from typing import Any
+
 from dflash_offline import identity
-from dflash_offline.config import RunConfig
+from dflash_offline.config import RunConfig, Section
 from dflash_offline.errors import ConfigError
 
 FORMAT = 1  # raised when a stage's output changes meaning, so that old outputs are not taken for new ones
@@ -66,6 +70,31 @@ NOT_IN_TRAIN_KEY = {
 }
 
 
+def _without_effect(config: RunConfig) -> set[tuple[str, str]]:
+    """``(section, setting)`` of what another setting switches off: it goes into keys as its default, whatever it says.
+
+    Not so in a store's identity: there every setting counts as written, so that what was captured before stays valid.
+    """
+    train = config.train
+    off = {
+        ("corpus", "num_buckets"): config.corpus.bucket_edges != "auto",
+        ("train", "gamma"): train.loss != "ce",
+        ("train", "dpace_alpha"): train.loss != "dpace",
+        ("train", "noise_schedule"): train.noise == 0,
+    }
+    return {setting for setting, is_off in off.items() if is_off}
+
+
+def _settings(config: RunConfig, section: str, *, exclude: set[str]) -> dict[str, Any]:
+    """What a section says that can change a result."""
+    table: Section = getattr(config, section)
+    values = table.model_dump(mode="json", exclude=exclude)
+    for other, setting in _without_effect(config):
+        if other == section:
+            values[setting] = type(table).model_fields[setting].default
+    return values
+
+
 def regenerate_key(config: RunConfig) -> str:
     """Key of the answers that the target writes anew."""
     section = config.regenerate
@@ -83,7 +112,7 @@ def corpus_key(config: RunConfig) -> str:
         files = {"regenerated": regenerate_key(config)}
     else:
         files = identity.files_identity(config, config.files(config.corpus.files, where="[corpus] files"))
-    options = config.corpus.model_dump(mode="json", exclude=NOT_IN_CORPUS_KEY)
+    options = _settings(config, "corpus", exclude=NOT_IN_CORPUS_KEY)
     return identity.short(["corpus", FORMAT, files, identity.tokenizer_identity(config), options])
 
 
@@ -123,7 +152,7 @@ def train_key(config: RunConfig) -> str:
             capture_key(config),
             identity.drafter_layer_ids(config),
             config.drafter.model_dump(mode="json", exclude={"target_layer_ids", "init_from"}),
-            config.train.model_dump(mode="json", exclude=NOT_IN_TRAIN_KEY),
+            _settings(config, "train", exclude=NOT_IN_TRAIN_KEY),
             *identity.start_identity(config),
         ]
     )

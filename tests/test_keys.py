@@ -124,11 +124,42 @@ def test_a_setting_reaches_its_stage_and_the_later_ones_only(run: Run, section: 
     assert changed(run.keys(), run.keys(**{section: setting})) == expected
 
 
+@pytest.mark.parametrize(
+    ("section", "setting", "switch"),
+    [
+        ("corpus", {"num_buckets": 3}, {"bucket_edges": "auto"}),
+        ("train", {"gamma": 3.0}, {"loss": "dpace"}),
+        ("train", {"dpace_alpha": 0.3}, {"loss": "ce"}),
+        ("train", {"noise_schedule": "cosine"}, {"noise": 0.0}),
+    ],
+)
+def test_a_setting_that_another_one_switches_off_is_in_no_key(
+    run: Run, section: str, setting: dict[str, Any], switch: dict[str, Any]
+) -> None:
+    others = {"bucket_edges": [770, 8193], "loss": "ce" if switch.get("loss") == "dpace" else "dpace", "noise": 0.1}
+    other = {name: others[name] for name in switch}
+    off, on = (other, switch) if section == "corpus" else (switch, other)
+    assert run.keys(**{section: off}) == run.keys(**{section: off | setting})
+    assert changed(run.keys(**{section: on}), run.keys(**{section: on | setting})) == (CORPUS_ON if section == "corpus" else TRAIN_ON)
+
+
+def test_keys_stay_what_they_are_from_release_to_release(run: Run) -> None:
+    """Results made before must be found again: what changes these makes users capture and train anew."""
+    assert run.keys() == {
+        "corpus": "6e1870895e8d694b",
+        "capture": "066b394f98064672",
+        "train": "d81c1021750e82bf",
+        "export": "ed6721d78a264c29",
+        "evaluate": "9975303cfade6ca3",
+        "report": "27491cb369336c26",
+    }
+
+
 def test_every_training_setting_is_in_the_key_unless_the_table_says_not(run: Run) -> None:
     """A field added to [train] or [drafter] cannot be forgotten."""
     assert not keys.NOT_IN_TRAIN_KEY - set(TrainConfig.model_fields)
     other: dict[str, Any] = {"head_precision": "fp8", "schedule": "wsd", "loss": "dpace", "noise_schedule": "cosine", "betas": [0.8, 0.9]}
-    before = run.keys()
+    needs: dict[str, dict[str, Any]] = {"dpace_alpha": {"loss": "dpace"}, "noise_schedule": {"noise": 0.5}}  # else it has no effect
     for name, field in TrainConfig.model_fields.items():
         if name in keys.NOT_IN_TRAIN_KEY or name in ("dtype", "kl_weight"):
             continue
@@ -144,7 +175,8 @@ def test_every_training_setting_is_in_the_key_unless_the_table_says_not(run: Run
             value = 0.5 if "float" in str(field.annotation) else 7
         else:
             pytest.fail(f"[train] {name}: give this test another value for it")
-        assert changed(before, run.keys(train={name: value})) == TRAIN_ON, name
+        needed = needs.get(name, {})
+        assert changed(run.keys(train=needed), run.keys(train=needed | {name: value})) == TRAIN_ON, name
     assert set(DrafterConfig.model_fields) >= {"layers", "block_size"}
 
 
