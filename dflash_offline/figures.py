@@ -39,3 +39,8 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def counted(number: int, noun: str, *, plural: str | None = None) -> str:
+    """``1 sample``, ``2,000 samples``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -13,6 +13,7 @@ from typing import Any
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.errors import DFlashError
+from dflash_offline.figures import counted
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_json, read_manifest
 from dflash_offline.progress import UNITS, read_progress, sum_of_rates
@@ -54,6 +55,10 @@ class Process:
     gpu: str | None = None
     numbers: dict[str, float] = field(default_factory=dict)
     warnings: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return self.text.startswith("error:")
 
 
 @dataclass(frozen=True)
@@ -118,10 +123,10 @@ def read_status(config: RunConfig) -> Status:
         for place, key in known
         if place.stage == "train" and key is not None and (row := last_metrics(layout.metrics(key))) is not None
     }
-    for process in processes:
-        if process.of_this_run and process.text.startswith("error:"):
-            warnings.append(f"{process.name}: {process.text}")
-    told = sorted((moment, process.name, text) for process in processes if process.of_this_run for moment, text in process.warnings)
+    made = {(stage.name, stage.key): Path(stage.folder) / MANIFEST for stage in stages if stage.state == "complete" and stage.folder}
+    telling = [process for process in processes if process.of_this_run and not _made_good(process, processes, made)]
+    warnings += [f"{process.name}: {process.text}" for process in telling if process.failed]
+    told = sorted((moment, process.name, text) for process in telling for moment, text in process.warnings)
     warnings += [f"{time.strftime('%d %b %H:%M', time.localtime(moment))} {name}: {text}" for moment, name, text in told[-_SHOWN_WARNINGS:]]
     only = next(iter(trainings.values())) if len(trainings) == 1 else None
     return Status(str(layout.root), stages, processes, _hosts(layout), only, trainings, warnings)
@@ -198,6 +203,18 @@ def _is_of(process: Process, keys_of: dict[str, set[str | None]]) -> bool:
     return process.key is None or process.key in wanted or None in wanted
 
 
+def _made_good(process: Process, others: list[Process], made: dict[tuple[str, str | None], Path]) -> bool:
+    """Whether a process failed, and a later run of the same kind, or of the whole stage, did what it should have done."""
+    if not process.failed:
+        return False
+    manifest = made.get((process.stage, process.key))
+    if manifest is not None and manifest.exists() and manifest.stat().st_mtime > time.time() - process.age_s:
+        return True
+    kind = process.name.rstrip("0123456789")
+    later = [other for other in others if other.stage == process.stage and other.key == process.key and other.age_s < process.age_s]
+    return any(other.ended and not other.failed and other.text != "stopped" and other.name.rstrip("0123456789") == kind for other in later)
+
+
 def _seems_alive(process: Process) -> bool:
     return process.alive is not False and not process.ended and process.age_s < _STALE_S
 
@@ -216,27 +233,28 @@ def _capture_detail(layout: Layout, capture_key: str, corpus_key: str | None) ->
     store = layout.store(capture_key)
     committed = {entry.name for entry in store.glob("part-*") if (entry / MANIFEST).is_file()} if store.is_dir() else set()
     if corpus_key is None or not layout.plan(capture_key, corpus_key).is_file():
-        return False, f"{len(committed)} parts in the store, no plan for this corpus yet" if committed else ""
+        return False, f"{counted(len(committed), 'part')} in the store, no plan for this corpus yet" if committed else ""
     plan = read_json(layout.plan(capture_key, corpus_key))
     new = [part["name"] for part in plan["parts"]]
     done = sum(name in committed for name in new)
     reused = f", {len(plan['reused'])} reused" if plan.get("reused") else ""
     missing_reused = [name for name in plan.get("reused", []) if name not in committed]
-    return done == len(new) and not missing_reused, f"{done} of {len(new)} parts{reused}"
+    return done == len(new) and not missing_reused, f"{done} of {counted(len(new), 'part')}{reused}"
 
 
 def _detail(manifest: dict[str, Any]) -> str:
     """One line of numbers out of a stage's manifest, whichever of them are there."""
     parts = []
-    for key, text in (
-        ("num_samples", "{:,} conversations"),
-        ("num_rows", "{:,} conversations"),
-        ("num_tokens", "{:,} tokens"),
-        ("tokens", "{:,} tokens"),
-        ("steps", "{:,} steps"),
-        ("seconds", "{:.0f} s"),
-        ("formats", "{}"),
+    for key, noun in (
+        ("num_samples", "conversation"),
+        ("num_rows", "conversation"),
+        ("num_tokens", "token"),
+        ("tokens", "token"),
+        ("steps", "step"),
     ):
+        if isinstance(value := manifest.get(key), int):
+            parts.append(counted(value, noun))
+    for key, text in (("seconds", "{:.0f} s"), ("formats", "{}")):
         value = manifest.get(key)
         if isinstance(value, list):
             value = ", ".join(map(str, value))

@@ -16,6 +16,7 @@ from conftest import write_run_file
 from terminal_screen import Terminal
 
 from dflash_offline.cli import main
+from dflash_offline.cli.following import number_text
 from dflash_offline.config import RunConfig
 from dflash_offline.layout import Layout
 from dflash_offline.progress import sum_of_rates
@@ -75,6 +76,7 @@ def test_processes_and_gpus_of_another_host(config: RunConfig) -> None:
 
 def test_rates_add_up_and_the_slowest_says_when() -> None:
     numbers = [{"tokens_per_s": 1000.0, "eta_s": 60.0, "loss": 3.0}, {"tokens_per_s": 2500.0, "eta_s": 90.0}, {}]
+    assert number_text("reader_queue", 3) != number_text("reader_queue_bytes", 3)
     assert sum_of_rates(numbers) == {"tokens_per_s": 3500.0, "eta_s": 90.0}
 
 
@@ -85,6 +87,21 @@ def test_the_last_warnings_of_this_run_are_shown_with_their_time(config: RunConf
     shown = [warning for warning in read_status(config).warnings if "slow" in warning]
     assert [warning.split(": ")[-1] for warning in shown] == ["slow 1.1", "slow 1.2", "slow 2.0", "slow 2.1", "slow 2.2"]
     assert "train-2: slow 2.2" in status(config)
+
+
+def test_an_error_is_shown_until_a_later_run_did_well(config: RunConfig) -> None:
+    now = time.time()
+    for rank in range(2):
+        tell(config, "train", f"train-partial-{rank}", text="error: too slow", ended=True, time=now - 90, warnings=[[now - 95, "slow"]])
+    tell(config, "train", "train-0", text="error: of the full one", ended=True, time=now - 100)
+    told = " ".join(read_status(config).warnings)
+    assert told.count("error: too slow") == 2 and told.count("error: of the full one") == 1 and told.count(": slow") == 2
+    for text in ("stopped", "training"):  # the next one was stopped, or is under way
+        tell(config, "train", "train-partial-0", text=text, ended=text == "stopped", time=now - 50)
+        assert any("train-partial-1: error: too slow" in line for line in read_status(config).warnings)
+    tell(config, "train", "train-partial-0", text="training", ended=True, time=now - 50)
+    told = read_status(config).warnings
+    assert not any("too slow" in line or ": slow" in line for line in told) and any("of the full one" in line for line in told)
 
 
 def test_watch_prints_again_until_ctrl_c_and_leaves_quietly(config: RunConfig, tmp_path: Path) -> None:
