@@ -1,5 +1,6 @@
 """Training on the parts committed so far: a drafter of its own, never taken for the full one."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,14 +34,14 @@ def test_a_partial_drafter_is_its_own(tmp_path: Path, inputs: Path, tiny_target:
     command = [sys.executable, "-m", "dflash_offline.cli", "train", "--partial", "--config", str(run_file)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "a drafter of 1 parts, 14 of 24 conversations" in done.stdout and "the full one is still to be trained" in done.stdout
+    assert "a drafter of 1 part, 14 of 24 conversations" in done.stdout and "the full one is still to be trained" in done.stdout
     (folder,) = partial_folders(run_file)
     full = runs.drafter_folder(run_file)
     assert folder != full and not (full / "manifest.json").exists()
     manifest = read_manifest(folder, kind="drafter")
     assert manifest["steps"] == 2 and manifest["key"] == folder.name
     assert manifest["partial"] == {"full_key": full.name, "parts": ["part-00000"], "rows": 14}
-    with pytest.raises(TrainError, match="a drafter was trained on the 1 parts there are already"):
+    with pytest.raises(TrainError, match="a drafter was trained on the 1 part there is already"):
         runs.train_here(run_file, partial=True)
 
 
@@ -50,14 +51,30 @@ def test_a_stopped_run_goes_on_with_its_parts(tmp_path: Path, inputs: Path, tiny
     key = keys.train_key(config)
     begun = partial.choose(config, key)
     assert read_json(Layout(config.root_dir).drafter(begun.key) / partial.MARK) == {"full_key": key, "parts": ["part-00000"]}
-    monkeypatch.setattr(partial, "committed_parts", lambda store: ["part-00000", "part-00001"])
+    monkeypatch.setattr("dflash_offline.store.committed_parts", lambda store: ["part-00000", "part-00001"])
     assert partial.choose(config, key) == begun
     other = RunConfig.load(runs.make_run(tmp_path, inputs, model=tiny_target, train={"seed": 3}))
     assert partial.choose(other, keys.train_key(other)).parts == ["part-00000", "part-00001"]
-    monkeypatch.setattr(partial, "committed_parts", lambda store: [])
+    monkeypatch.setattr("dflash_offline.store.committed_parts", lambda store: [])
     third = RunConfig.load(runs.make_run(tmp_path, inputs, model=tiny_target, train={"seed": 4}))
     with pytest.raises(TrainError, match="no part is committed yet"):
         partial.choose(third, keys.train_key(third))
+
+
+def test_ctrl_c_says_what_is_kept_and_how_to_go_on(tmp_path: Path, inputs: Path, tiny_target: Path) -> None:
+    run_file = runs.make_run(tmp_path, inputs, model=tiny_target, train={"epochs": 3000, "log_every": 1})
+    command = [sys.executable, "-m", "dflash_offline.cli", "train", "--partial", "--config", str(run_file)]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = subprocess.Popen(command, **streams)
+    assert running.stdout is not None
+    while "step=3 " not in (line := running.stdout.readline()):
+        assert line, "it ended by itself"
+    running.send_signal(signal.SIGINT)
+    said, _ = running.communicate(timeout=60)
+    (folder,) = partial_folders(run_file)
+    last = sorted(path.name for path in folder.glob("checkpoints/step-*"))[-1]
+    assert running.returncode == 130 and "Aborted" not in said
+    assert said.splitlines()[-1] == f"stopped; {folder} keeps checkpoint {last}; the same command goes on from it, with the same 1 part"
 
 
 def test_a_second_command_waits_for_the_first(tmp_path: Path, inputs: Path, tiny_target: Path) -> None:

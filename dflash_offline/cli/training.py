@@ -2,11 +2,15 @@
 
 import signal
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from dflash_offline.cli.options import config_option, load_run
+from dflash_offline.figures import counted
+
+if TYPE_CHECKING:
+    from dflash_offline.layout import Layout
 
 
 @click.command()
@@ -47,7 +51,25 @@ def train(config: Path | None, partial: bool, drafter: str | None) -> None:
     logs = Layout(run.root_dir).logs("train")
     logs.mkdir(parents=True, exist_ok=True)
     with locked(logs / f"{name}.lock", "another train --partial", click.echo) as lock:  # two would write into one folder
-        run_jobs(jobs, log_dir=logs, say=click.echo, grace_s=CHECKPOINT_GRACE_S, inherit=[lock])
+        try:
+            run_jobs(jobs, log_dir=logs, say=click.echo, grace_s=CHECKPOINT_GRACE_S, inherit=[lock])
+        except (KeyboardInterrupt, SystemExit) as stopped:
+            click.echo(_what_is_kept(Layout(run.root_dir), key))
+            raise SystemExit(128 + signal.SIGINT if isinstance(stopped, KeyboardInterrupt) else stopped.code) from None
+
+
+def _what_is_kept(layout: "Layout", key: str) -> str:
+    """Said when the command is stopped."""
+    from dflash_offline.manifest import MANIFEST
+    from dflash_offline.train.partial import unfinished
+
+    begun = unfinished(layout.drafter(key).parent, key)
+    if begun is None:
+        return "stopped before anything was trained; the same command begins anew"
+    folder = layout.drafter(begun.key)
+    saved = sorted(path.parent.name for path in folder.glob(f"checkpoints/step-*/{MANIFEST}"))
+    kept = f"stopped; {folder} keeps checkpoint {saved[-1]}" if saved else f"stopped before the first checkpoint of {folder}"
+    return f"{kept}; the same command {'goes on from it' if saved else 'begins anew'}, with the same {counted(len(begun.parts), 'part')}"
 
 
 def _stop(*_: object) -> NoReturn:

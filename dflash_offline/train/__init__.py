@@ -29,7 +29,7 @@ import sys
 import time
 
 from dflash_offline.config import RunConfig
-from dflash_offline.figures import count_text
+from dflash_offline.figures import count_text, counted
 from dflash_offline.progress import Progress
 
 
@@ -81,13 +81,14 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
         state.resume(trainer)
         if ranks.first:
             progress.say(
-                f"training {count_text(setup.weights.numel)} parameters on {len(setup.order.rows)} conversations: "
-                f"{setup.order.total_steps} steps, {ranks.size} rank{'s' if ranks.size > 1 else ''} on {setup.machine['device']}, "
+                f"training {count_text(setup.weights.numel)} parameters on {counted(len(setup.order.rows), 'conversation')}: "
+                f"{counted(setup.order.total_steps, 'step')}, {counted(ranks.size, 'rank')} on {setup.machine['device']}, "
                 f"attention {setup.machine['attention']}; ready after {time.monotonic() - began:.1f}s"
             )
             if partial is not None:
                 progress.say(
-                    f"this is a drafter of {len(partial.parts)} parts, {int((setup.loader.stored >= 0).sum())} of {len(setup.corpus)} "
+                    f"this is a drafter of {counted(len(partial.parts), 'part')}, "
+                    f"{int((setup.loader.stored >= 0).sum())} of {len(setup.corpus)} "
                     f"conversations, in {setup.folder}; the full one is still to be trained"
                 )
             if setup.weights.shard.count > 1:

@@ -15,7 +15,6 @@ from dflash_offline.config import RunConfig
 from dflash_offline.errors import TrainError
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_json, write_json
-from dflash_offline.store import committed_parts
 
 MARK = "partial.json"
 
@@ -40,12 +39,14 @@ def choose(config: RunConfig, full_key: str) -> Partial:
     Raises:
         TrainError: nothing is committed yet, or the parts there are have been trained on already.
     """
+    from dflash_offline.store import committed_parts
+
     layout = Layout(config.root_dir)
     drafters = layout.drafter(full_key).parent
     drafters.mkdir(parents=True, exist_ok=True)
     with (drafters / ".partial.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if begun := _unfinished(drafters, full_key):
+        if begun := unfinished(drafters, full_key):
             return begun
         store = layout.store(keys.capture_key(config))
         parts = committed_parts(store)
@@ -55,14 +56,17 @@ def choose(config: RunConfig, full_key: str) -> Partial:
         folder = layout.drafter(found.key)
         if (folder / MANIFEST).is_file():
             raise TrainError(
-                f"{folder}: a drafter was trained on the {len(parts)} parts there are already; wait for more, or train the full one"
+                f"{folder}: a drafter was trained on "
+                f"the {'1 part there is' if len(parts) == 1 else f'{len(parts)} parts there are'} already; "
+                "wait for more, or train the full one"
             )
         folder.mkdir(exist_ok=True)
         write_json(folder / MARK, found.to_dict())
         return found
 
 
-def _unfinished(drafters: Path, full_key: str) -> Partial | None:
+def unfinished(drafters: Path, full_key: str) -> Partial | None:
+    """The newest run on some parts that has been begun and not ended; ``drafters`` is the folder of all drafters."""
     found = []
     for mark in drafters.glob(f"*/{MARK}"):
         content = read_json(mark)
