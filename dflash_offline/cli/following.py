@@ -148,7 +148,7 @@ def number_text(name: str, value: float) -> str:
     if name == "writer_queue":
         return f"to write={value:.0f}"
     if name.startswith("reader_queue"):
-        return f"read ahead={bytes_text(value) if name.endswith('bytes') else f'{value:.0f}'}"
+        return f"read ahead={bytes_text(value)}" if name.endswith("bytes") else f"batches ahead={value:.0f}"
     if name.endswith("bytes"):
         return f"{name}={bytes_text(value)}"
     return f"{name}={count_text(value) if float(value).is_integer() and 'loss' not in name else f'{value:.3g}'}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_offline.cli.options import StoreLocation, echo_json, json_option, load_run, store_arguments, store_path, table
-from dflash_offline.figures import bytes_text
+from dflash_offline.figures import bytes_text, counted
 
 if TYPE_CHECKING:
     from dflash_offline.config import RunConfig
@@ -189,7 +189,7 @@ def show(
             raise StoreError(f"--layers {layers}: give layer ids separated by commas; captured are {opened.layer_ids}") from None
     length = int(opened.lengths[number])
     if not range(length)[tokens]:
-        raise StoreError(f"--tokens: sample {number} has {length:,} tokens, numbered from 0; the range holds none of them")
+        raise StoreError(f"--tokens: sample {number} has {counted(length, 'token')}, numbered from 0; the range holds none of them")
     found = stores.details(opened, number, layers=positions, tokens=tokens, values=values)
     ids, mask = found["input_ids"][tokens], found["loss_mask"][tokens]
     runs = _text_runs(ids, mask, config)
@@ -197,7 +197,7 @@ def show(
         echo_json(found | {"text": None if runs is None else "".join(text for text, _ in runs)})
         return
     click.echo(
-        f"sample {number} ({found['part']}, number {found['index']}), {len(found['input_ids'])} tokens, "
+        f"sample {number} ({found['part']}, number {found['index']}), {counted(len(found['input_ids']), 'token')}, "
         f"{sum(found['loss_mask'])} trained on, bucket {found['bucket']}, hash {found['sha256'][:16]}\n"
     )
     shown = runs if runs is not None else [(f"{token} ", bool(trained)) for token, trained in zip(ids, mask, strict=True)]
@@ -223,7 +223,7 @@ def _show_conversation(run: "RunConfig", row: int, *, as_json: bool) -> None:
         echo_json({"origin": found.origin, "tokens": found.num_tokens, "supervised": found.num_supervised, "runs": found.runs})
         return
     notes = "".join(f", {note}" for note in found.notes)
-    click.echo(f"row {row} ({found.origin}), {found.num_tokens} tokens, {found.num_supervised} trained on{notes}\n")
+    click.echo(f"row {row} ({found.origin}), {counted(found.num_tokens, 'token')}, {found.num_supervised:,} trained on{notes}\n")
     click.echo(_marked(found.runs))
 
 
@@ -263,7 +263,10 @@ def stats(store: Path | None, config: Path | None, as_json: bool, rows: int, plo
     if as_json:
         echo_json(found)
     else:
-        click.echo(f"{len(found['samples'])} samples, {found['tokens']:,} tokens, {found['not_finite']:,} values that are not finite\n")
+        click.echo(
+            f"{counted(len(found['samples']), 'sample')}, {counted(found['tokens'], 'token')}, "
+            f"{found['not_finite']:,} values that are not finite\n"
+        )
         lines = []
         for row in found["layers"]:
             channels = ", ".join(f"{c['channel']} ({c['share_of_energy']:.0%})" for c in row["outlier_channels"][:4])
@@ -290,7 +293,7 @@ def verify(store: Path | None, config: Path | None, as_json: bool, quick: bool, 
     path = store_path(store, config, damaged=True)
     if rebuild_index:
         parts = stores.rebuild_index(path)
-        click.echo(f"{path}: index made anew from {len(parts)} parts that are whole", err=as_json)
+        click.echo(f"{path}: index made anew from {counted(len(parts), 'whole part')}", err=as_json)
     problems = stores.verify(path, deep=not quick, values=values)
     if as_json:
         listed = [{"part": p.part, "file": p.file, "text": p.text, "samples": p.samples} for p in problems]
@@ -301,7 +304,7 @@ def verify(store: Path | None, config: Path | None, as_json: bool, quick: bool, 
         if not problems:
             found = stores.summary(path)
             how = " (names and sizes)" if quick else ""
-            click.echo(f"{path}: {found['parts']} parts, {bytes_text(found['bytes'])}, all as their manifests say{how}")
+            click.echo(f"{path}: {counted(found['parts'], 'part')}, {bytes_text(found['bytes'])}, all as their manifests say{how}")
     if problems:
         raise SystemExit(1)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dflash_offline.cli.options import config_option, echo_json, json_option, load_run, table
-from dflash_offline.figures import bytes_text, seconds_text
+from dflash_offline.figures import bytes_text, counted, seconds_text
 
 if TYPE_CHECKING:
     from dflash_offline.estimate import Estimate
@@ -67,7 +67,7 @@ def plan(
         rows = [
             ["conversations", f"{found.rows:,}{exact}"],
             ["tokens", f"{found.tokens:,}, {found.supervised_tokens:,} supervised"],
-            ["already captured", f"{found.captured_rows:,} conversations"],
+            ["already captured", counted(found.captured_rows, "conversation")],
             *_still_to_write(found, run.store.codec),
             ["free disk", f"{bytes_text(found.free_bytes)} on {found.disk}"],
             *([["GPU memory, a replica", f"about {bytes_text(found.replica_bytes)}"]] if run.target.gpus != "cpu" else []),
@@ -89,7 +89,7 @@ def _still_to_write(found: "Estimate", codec: str) -> list[list[str]]:
     """Rows on what capture has left to do."""
     if not found.tokens_to_capture:
         return [["still to write", "nothing"]]
-    parts = f"{'' if found.is_exact else 'about '}{found.parts:,} part{'' if found.parts == 1 else 's'}"
+    parts = f"{'' if found.is_exact else 'about '}{counted(found.parts, 'part')}"
     title = "still to write as" if found.captured_rows else "store as"
     sizes = found.bytes_by_codec.items()
     return [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_offline.cli.options import config_option, echo_json, finished_folder, json_option, load_run
-from dflash_offline.figures import finite
+from dflash_offline.figures import counted, finite
 
 if TYPE_CHECKING:
     from dflash_offline.config import RunConfig
@@ -213,4 +213,4 @@ def generate(
         text = click.style(piece.text, fg="green") if piece.drafted else piece.text if colours else f"\u00ab{piece.text}\u00bb"
         click.echo(text, nl=False)
     length = response.step_tokens / response.steps if response.steps else math.nan
-    click.echo(f"\n\n{len(response.tokens)} tokens in {response.steps} steps: {length:.2f} a step", err=True)
+    click.echo(f"\n\n{counted(len(response.tokens), 'token')} in {counted(response.steps, 'step')}: {length:.2f} a step", err=True)
