@@ -332,6 +332,26 @@ def test_a_store_is_opened_by_its_url(bucket, folder, monkeypatch):
     assert found.exit_code == 1 and "no hidden-state store here" in found.stderr
 
 
+def test_a_store_in_a_folder_is_read_in_place(folder, monkeypatch):
+    from click.testing import CliRunner
+
+    from dflash_offline.cli import main
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "user"))
+    url = f"file://{folder}/re mote"
+    everything = make_remote(folder / "run" / "s", f"file://{folder}/re%20mote", "int8")
+    opened = store.HiddenStateStore(url)
+    local = store.HiddenStateStore(folder / "run" / "s")
+    assert opened.path == folder / "re mote" and len(opened) == len(everything)
+    assert same_bits(opened[12].hidden_states(), local[12].hidden_states()) and store.verify(opened.path) == []
+    for command in ("inspect", "verify"):
+        found = CliRunner().invoke(main, [command, "--json", "--store", url])
+        assert found.exit_code == 0, found.output
+    found = CliRunner().invoke(main, ["inspect", "--store", url + "/nothing"])
+    assert found.exit_code == 1 and "no hidden-state store here" in found.stderr
+    assert not (folder / "user").exists() and not (folder / "re mote" / "nothing").exists()
+
+
 def test_doctor_tries_the_object_store(bucket, run_file):
     from dflash_offline.doctor.storage import object_store
 

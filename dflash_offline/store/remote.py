@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import xxhash
 
@@ -35,8 +36,8 @@ from dflash_offline.store.cache import BlockCache
 from dflash_offline.store.objects import MissingObjectError, Objects, open_objects
 from dflash_offline.store.shards import ARRAY_FILE
 
-REMOTE, CLAIM = schema.REMOTE, "writer.json"
-STATISTICS = "channel_statistics.safetensors"  # put there by capture, for codecs that need them
+REMOTE, CLAIM = schema.REMOTE, schema.CLAIM
+STATISTICS = schema.STATISTICS  # put there by capture, for codecs that need them
 DEFAULT_CACHE_BYTES = 50_000_000_000
 _SHARD_FILE = re.compile(r"([^/]+)/c/\d+/\d+/\d+")  # of an array [T, K, W]
 _OWN = re.compile(r"part-\d{5,}/(manifest\.json|zarr\.json|[a-z_]+/(zarr\.json|c(/\d+)+))")
@@ -124,9 +125,16 @@ def pull(root: Path, objects: Objects) -> bool:
 def mirror(url: str) -> Path:
     """Local folder of the store at ``url``, for reading: below the user's cache folder, brought up to date.
 
+    That of a ``file://`` URL is the store itself, read in place.
+
     Raises:
         StoreError: there is no store.
     """
+    if url.startswith("file://"):
+        there = Path(unquote(urlsplit(url).path))
+        if not (there / schema.GROUP_FILE).is_file():
+            raise StoreError(f"{url}: no hidden-state store here; name the folder that ends in hidden_states.zarr")
+        return there
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = home / "dflash_offline" / "stores" / xxhash.xxh3_64_hexdigest(url.rstrip("/").encode()) / "hidden_states.zarr"
     objects = open_objects(url)

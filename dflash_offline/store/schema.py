@@ -29,6 +29,7 @@ GROUP_FILE = "zarr.json"
 INDEX = "index.json"
 LOCK = ".lock"
 REMOTE = "remote.json"  # of a store in an object store, see ``remote``
+CLAIM, STATISTICS = "writer.json", "channel_statistics.safetensors"  # in the object store itself, which may be a folder
 PART_KIND = "hidden_states_part"
 PART_NAME = re.compile(r"part-\d{5,}")
 REBUILD = "`dflash-offline verify --rebuild-index` makes it anew from the parts that are whole"
@@ -41,7 +42,7 @@ SAMPLE_ARRAYS = {"sample_offsets": "int64", "sample_ids": "int64", "sample_hashe
 def is_own(path: Path) -> bool:
     """Whether an entry of the store's folder, not a committed part, is one that this program makes."""
     name = path.name
-    if name in (GROUP_FILE, INDEX, REMOTE):
+    if name in (GROUP_FILE, INDEX, REMOTE, CLAIM, STATISTICS):
         return True
     if name == LOCK or re.fullmatch(r"\.part-\d{5,}\.lock", name):
         return path.is_file() and path.stat().st_size == 0
