@@ -293,7 +293,7 @@ def verify(store: Path | None, config: Path | None, as_json: bool, quick: bool, 
     path = store_path(store, config, damaged=True)
     if rebuild_index:
         parts = stores.rebuild_index(path)
-        click.echo(f"{path}: index made anew from {counted(len(parts), 'whole part')}", err=as_json)
+        click.echo(f"{path}: index made anew from {counted(len(parts), 'part that is whole', plural='parts that are whole')}", err=as_json)
     problems = stores.verify(path, deep=not quick, values=values)
     if as_json:
         listed = [{"part": p.part, "file": p.file, "text": p.text, "samples": p.samples} for p in problems]
