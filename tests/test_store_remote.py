@@ -352,7 +352,7 @@ def test_a_store_in_a_folder_is_read_in_place(folder, monkeypatch):
     assert not (folder / "user").exists() and not (folder / "re mote" / "nothing").exists()
 
 
-def test_doctor_tries_the_object_store(bucket, run_file):
+def test_doctor_tries_the_object_store(bucket, run_file, tmp_path):
     from dflash_offline.doctor.storage import object_store
 
     (check,) = object_store(RunConfig.load(run_file(4, store={"url": bucket})))
@@ -360,6 +360,11 @@ def test_doctor_tries_the_object_store(bucket, run_file):
     (check,) = object_store(RunConfig.load(run_file(4, store={"url": "s3://no-such-bucket/x"})))
     assert check.level == "fail" and "there is no such bucket" in check.found and check.advice
     assert list(object_store(RunConfig.load(run_file(4)))) == []
+    (tmp_path / "file").touch()
+    kept, _ = object_store(RunConfig.load(run_file(4, store={"url": bucket, "cache_folder": str(tmp_path / "file" / "cache")})))
+    assert kept.level == "warn" and "file/cache cannot be written: every epoch would fetch" in kept.found
+    (check,) = object_store(RunConfig.load(run_file(4, store={"url": bucket, "cache_folder": str(tmp_path / "cache")})))
+    assert check.level == "ok" and not (tmp_path / "cache").exists()
 
 
 def test_pruning_a_store_deletes_its_objects_and_no_others(bucket, folder):

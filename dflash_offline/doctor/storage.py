@@ -49,9 +49,15 @@ def disk(config: RunConfig) -> Iterator[Check]:
 
 
 def object_store(config: RunConfig) -> Iterator[Check]:
-    """An object of 8 MB is put below ``[store] url``, read again and deleted."""
+    """An object of 8 MB is put below ``[store] url``, read again and deleted. Whether what is fetched can be kept on this host."""
     if config.store.url is None:
         return
+    if config.store.cache_folder is not None:
+        folder = Path(config.store.cache_folder).expanduser()
+        there = existing(folder)
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            found = f"{folder} cannot be written: every epoch would fetch the whole store again"
+            yield Check("cache folder", "warn", found, "make it writable for this user, or name another [store] cache_folder")
     from dflash_offline.errors import StoreError
     from dflash_offline.store import open_objects
 

@@ -69,7 +69,11 @@ class BlockCache:
         if not self._told:
             self._told = True
             reason = error.strerror or error
-            print(f"warning: {self.folder}: fetched hidden states cannot be kept ({reason}) and are fetched again each time", flush=True)
+            print(
+                f"warning: {self.folder}: fetched hidden states cannot be kept ({reason}) and are fetched again each time; "
+                "make it writable, or name another [store] cache_folder",
+                flush=True,
+            )
 
     def forget(self, key: str) -> bool:
         """Drop every block whose key lies below ``key``; whether there were any."""
