@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,19 @@ def test_checksum_does_not_depend_on_the_read_size(tmp_path: Path, monkeypatch: 
     whole = manifests.checksum(tmp_path / "x")
     monkeypatch.setattr(manifests, "_READ_BYTES", 7)
     assert manifests.checksum(tmp_path / "x") == whole
+
+
+def test_files_read_by_several_threads_are_listed_alike(folder: Path) -> None:
+    for i in range(9):
+        (folder / f"shard-{i}").write_bytes(os.urandom(100_000 * i))  # an empty one too
+    alone = write_manifest(folder, kind="corpus", key="k")
+    with ThreadPoolExecutor(3) as executor:
+        together = write_manifest(folder, kind="corpus", key="k", executor=executor)
+        assert together == alone and list(together["files"]) == list(alone["files"]) and len(alone["files"]) > 9
+        (folder / MANIFEST).unlink()
+        with pytest.raises(FileNotFoundError):
+            write_manifest(folder, kind="corpus", key="k", files=["shard-1", "gone"], executor=executor)
+    assert not (folder / MANIFEST).exists()
 
 
 def test_full_disk_says_so_and_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,9 +125,17 @@ def write_small_arrays(folder: Path, codec: Codec, shape: PartShape, journal: Jo
 
 
 def write_part_manifest(
-    folder: Path, journal: Journal, *, name: str, identity: dict[str, Any], codec: Codec, shape: PartShape, **content: Any
+    folder: Path,
+    journal: Journal,
+    *,
+    name: str,
+    identity: dict[str, Any],
+    codec: Codec,
+    shape: PartShape,
+    executor: Executor | None,
+    **content: Any,
 ) -> None:
-    """Sync every file and folder of the part, then write its manifest."""
+    """Sync every file and folder of the part, read back what was written, then write the part's manifest."""
     samples = journal.spool("samples", SAMPLE, ())
     arrays = [path for path in folder.iterdir() if path.is_dir()]
     files = sorted(str(path.relative_to(folder)) for array in arrays for path in array.rglob("*") if path.is_file())
@@ -138,6 +146,7 @@ def write_part_manifest(
         kind=schema.PART_KIND,
         key=manifest.digest(identity),
         files=[schema.GROUP_FILE, *files],
+        executor=executor,
         name=name,
         codec=codec.name,
         constants=codec.constants_digest,

@@ -47,7 +47,7 @@ class PartWriter:
     Args:
         num_tokens, num_samples: of the whole part, known from the plan.
         statistics: of the channels, for codecs that need them.
-        threads: compress chunks in parallel, and write two shards at a time.
+        threads: compress chunks and read files back in parallel, and write two shards at a time.
 
     Raises:
         StoreBusyError: another process writes this part.
@@ -330,6 +330,7 @@ class PartWriter:
                 identity=self.identity,
                 codec=self.codec,
                 shape=self.shape,
+                executor=self._compressor,
                 rms=self._norms.summary(self.shape.num_tokens),
                 extra=extra or {},
             )
