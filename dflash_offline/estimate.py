@@ -13,6 +13,7 @@ from dflash_offline.config.drafters import own_gpus
 from dflash_offline.errors import DFlashError, StoreError
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_manifest
+from dflash_offline.sharing import shared
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,6 +106,8 @@ def estimate(
             "the answers are not written yet: each counts as long as it may become "
             f"([regenerate] max_new_tokens = {config.regenerate.max_new_tokens}), so tokens, bytes and times are upper bounds"
         )
+    with contextlib.suppress(DFlashError):  # without the target's weights no key is known
+        warnings += shared(config)
     idle_capture, idle_train = _idle_gpus(config)
     if idle_capture or idle_train:
         warnings.append(

@@ -23,7 +23,10 @@ from dflash_offline import store
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.errors import ConfigError, StoreDamagedError, StoreError, StoreIdentityError
+from dflash_offline.keys import capture_key, store_identity
+from dflash_offline.layout import Layout
 from dflash_offline.plan import make_plan
+from dflash_offline.sharing import shared
 from dflash_offline.store import objects as objects_module
 from dflash_offline.store.cache import BlockCache
 from dflash_offline.store.objects import MissingObjectError, open_objects
@@ -330,6 +333,36 @@ def test_a_store_is_opened_by_its_url(bucket, folder, monkeypatch):
     assert found.exit_code == 0 and json.loads(found.stdout)["samples"] == 22 and json.loads(found.stdout)["url"] == bucket
     found = CliRunner().invoke(main, ["verify", "--store", bucket + "/nothing"])
     assert found.exit_code == 1 and "no hidden-state store here" in found.stderr
+
+
+@pytest.mark.parametrize("scheme", ["s3", "local"])  # obstore; fsspec
+def test_what_a_run_shares_with_others_is_said(scheme, bucket, run_file, folder):
+    url = bucket if scheme == "s3" else f"local://{folder}/there"
+    config = RunConfig.load(run_file(4, store={"url": url}))
+    assert shared(config) == []
+    key, identity_here = capture_key(config), store_identity(config)
+    root = Layout(config.root_dir).store(key)
+    store.create_or_open(root, identity_here, url=config.store.location(key))
+    assert shared(config) == [], "its own store"
+    other = RunConfig.load(run_file(4, store={"url": url, "codec": "bf16"}))
+    (line,) = shared(other)
+    assert line.startswith(f"{config.root_dir} also holds 1 store with another key") and f"{key} (codec); that is fine" in line
+    root.parent.rename(config.root_dir.parent / "lost")
+    (line,) = shared(other)
+    assert line == f"{url} also holds 1 store of other roots, with other keys: that is fine, each has a folder of its own"
+    (line,) = shared(config)
+    assert line.startswith(f"{config.store.location(key)} is written from {root} on ") and "NOT fine" in line
+    with pytest.raises(StoreError, match="two roots must not write"):
+        store.create_or_open(root, identity_here, url=config.store.location(key))
+
+
+def test_plan_says_what_is_shared_and_that_a_bucket_is_missing(bucket, run_file):
+    from click.testing import CliRunner
+
+    from dflash_offline.cli import main
+
+    found = CliRunner().invoke(main, ["plan", "--config", str(run_file(4, store={"url": "s3://no-such-bucket/x"}))])
+    assert found.exit_code == 0 and "note: what else is below [store] url cannot be told: s3://no-such-bucket/x" in found.stdout
 
 
 def test_a_store_in_a_folder_is_read_in_place(folder, monkeypatch):

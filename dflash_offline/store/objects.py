@@ -69,6 +69,10 @@ class Objects(ABC):
         """Name and bytes of every object below ``prefix``, a folder's name."""
 
     @abstractmethod
+    def folders(self) -> list[str]:
+        """Names of the folders right below ``url``, however much is in them."""
+
+    @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; those that are gone already are no error."""
 
@@ -217,6 +221,10 @@ class _Obstore(Objects):
 
         return self._patiently(prefix, read)
 
+    def folders(self) -> list[str]:
+        found = self._patiently("", lambda: self._library.list_with_delimiter(self._store))
+        return [path.rstrip("/") for path in found["common_prefixes"]]
+
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
             with contextlib.suppress(MissingObjectError):
@@ -277,6 +285,17 @@ class _Fsspec(Objects):
             return {name[skip:]: facts["size"] for name, facts in found.items()}
 
         return self._patiently(prefix, read)
+
+    def folders(self) -> list[str]:
+        def read() -> list[str]:
+            self._system.invalidate_cache()
+            try:
+                found = self._system.ls(self._path, detail=True)
+            except FileNotFoundError:
+                return []
+            return [entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "directory"]
+
+        return self._patiently("", read)
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:

@@ -90,16 +90,23 @@ def claim(root: Path, objects: Objects, writer: str) -> None:
     mine = {"writer": writer, "host": socket.gethostname(), "folder": str(Path(root).absolute())}
     if objects.put(CLAIM, json.dumps(mine).encode(), create=True):
         return
-    try:
-        there = json.loads(objects.get(CLAIM))
-        same, who = there["writer"] == writer, f"{there['folder']} on {there['host']}"
-    except (ValueError, KeyError, TypeError):
-        same, who = False, "another root"
-    if not same:
+    there, who = writer_of(objects)
+    if there != writer:
         raise StoreError(
             f"{objects.url}: is written from {who}, and two roots must not write into one store. Choose another [store] url; "
             f"if that root is gone, delete the object {CLAIM} there and run the same command again"
         )
+
+
+def writer_of(objects: Objects) -> tuple[str, str]:
+    """Which root writes below the URL: its mark, and in words; both empty when none does."""
+    try:
+        there = json.loads(objects.get(CLAIM))
+        return str(there["writer"]), f"{there['folder']} on {there['host']}"
+    except MissingObjectError:
+        return "", ""
+    except (ValueError, KeyError, TypeError):
+        return "", "another root"
 
 
 def pull(root: Path, objects: Objects) -> bool:

@@ -1,0 +1,71 @@
+"""What a run shares with others, said before it starts: its root, and the place of its store in an object store."""
+
+import re
+from collections.abc import Iterator
+
+from dflash_offline import keys
+from dflash_offline.config import RunConfig
+from dflash_offline.errors import DFlashError, StoreError
+from dflash_offline.figures import counted
+from dflash_offline.layout import Layout
+
+_KEY = re.compile(r"[0-9a-f]{16}")
+_SHOWN = 3
+
+
+def shared(config: RunConfig) -> list[str]:
+    """One line for each thing shared: what it is, and whether that is fine.
+
+    Raises:
+        DFlashError: the target cannot be read.
+    """
+    return [*_of_root(config), *_of_url(config)]
+
+
+def _of_root(config: RunConfig) -> Iterator[str]:
+    """Stores of run files that lead to another identity. Each has a folder of its own."""
+    from dflash_offline.store import schema
+
+    layout, key, mine = Layout(config.root_dir), keys.capture_key(config), keys.store_identity(config)
+    found = []
+    for path in sorted(layout.root.glob(f"captures/*/hidden_states.zarr/{schema.GROUP_FILE}")):
+        if path.parent.parent.name != key:
+            try:
+                other = schema.read_attributes(path.parent)["identity"]
+            except DFlashError:  # damaged, or of a newer release: `verify` says more
+                continue
+            found.append(f"{path.parent.parent.name} ({', '.join(name for name in mine if other.get(name) != mine[name])})")
+    if found:
+        more = "" if len(found) <= _SHOWN else f" and {len(found) - _SHOWN} more"
+        yield (
+            f"{layout.root} also holds {counted(len(found), 'store')} with another key, in brackets what differs: "
+            f"{', '.join(found[:_SHOWN])}{more}; that is fine, each has a folder of its own, but this run file captures anew"
+        )
+
+
+def _of_url(config: RunConfig) -> Iterator[str]:
+    """Stores of other roots below ``[store] url``; the one of this key can belong to one root only."""
+    from dflash_offline.store.objects import open_objects
+    from dflash_offline.store.remote import read_remote, writer_of
+
+    layout, key = Layout(config.root_dir), keys.capture_key(config)
+    if (location := config.store.location(key)) is None:
+        return
+    assert config.store.url is not None
+    try:
+        writer, who = writer_of(open_objects(location))
+        here = read_remote(layout.store(key))
+        others = [name for name in open_objects(config.store.url).folders() if _KEY.fullmatch(name) and name != key]
+    except StoreError as error:
+        yield f"what else is below [store] url cannot be told: {error}"
+        return
+    if who and (here is None or here["writer"] != writer):
+        yield (
+            f"{location} is written from {who}: that is NOT fine, two roots must not write into one store and capture will refuse; "
+            "choose another [store] url, or that root"
+        )
+    if others := [name for name in others if not layout.capture(name).exists()]:
+        yield (
+            f"{config.store.url} also holds {counted(len(others), 'store')} of other roots, with other keys: "
+            "that is fine, each has a folder of its own"
+        )
