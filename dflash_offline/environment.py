@@ -7,11 +7,12 @@ import contextlib
 import importlib.util
 import platform
 import re
-import shutil
 import subprocess
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+
+from dflash_offline import nvidia
 
 _PACKAGES = (
     *("dflash_offline", "torch", "transformers", "tokenizers", "safetensors", "numpy", "zarr", "numcodecs", "luigi", "triton"),
@@ -58,10 +59,10 @@ def driver(folder: Path = _DRIVER) -> dict[str, str]:
     version = _first(folder / "version", r"\s(\d{3,}\.\d+(?:\.\d+)?)\s")
     if version is not None:
         models = [name for path in sorted(folder.glob("gpus/*/information")) if (name := _first(path, r"^Model:\s*(.+?)\s*$"))]
-    if not models and shutil.which("nvidia-smi"):
-        rows = _answer(["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]).splitlines()
-        pairs = [(version.strip(), name.strip()) for version, comma, name in (row.partition(",") for row in rows) if comma]
-        version, models = (pairs[0][0] if pairs else version), [name for _, name in pairs]
+    if not models:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            pairs = list(nvidia.ask("driver_version", "name", timeout_s=20))
+            version, models = (pairs[0][0] if pairs else version), [name for _, name in pairs]
     found = {} if version is None else {"driver": version}
     if models:
         found["gpus"] = ", ".join(f"{models.count(name)} x {name}" for name in dict.fromkeys(models))

@@ -20,6 +20,7 @@ from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 
+from dflash_offline import nvidia
 from dflash_offline.errors import ConfigError, ProcessError
 
 POLL_S = 0.25
@@ -28,11 +29,8 @@ POLL_S = 0.25
 @lru_cache
 def _listed() -> dict[str, str]:
     """UUID of every GPU of this machine by its number; empty where there is none."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        rows = (line.split(",") for line in found.stdout.splitlines() if "," in line)
-        return {index.strip(): uuid.strip() for index, uuid in rows}
+        return {index: uuid for index, uuid in nvidia.ask("index", "uuid")}
     return {}
 
 

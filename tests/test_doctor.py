@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import write_run_file
 
+from dflash_offline import environment as environment_module
+from dflash_offline import nvidia
 from dflash_offline.config import RunConfig
 from dflash_offline.doctor import examine, hosts, machine, scheduler, software, storage
 from dflash_offline.environment import driver, environment, torch_build
@@ -88,6 +90,18 @@ def test_gpus_by_nvidia_smi(nvidia_smi: Path, config: RunConfig) -> None:
     assert reader.read() == [] and reader.note == "nvidia-smi could not be asked (CalledProcessError)"
     nvidia_smi.unlink()
     assert reader.read() == []
+
+
+def test_one_module_starts_nvidia_smi() -> None:
+    """Its options and what comes of them are in one place."""
+    package = Path(environment_module.__file__).parent
+    naming = [path.name for path in package.rglob("*.py") if "--query-gpu" in path.read_text(encoding="utf-8")]
+    assert naming == ["nvidia.py"]
+
+
+def test_notices_of_nvidia_smi_are_no_gpus(nvidia_smi: Path) -> None:
+    nvidia_smi.write_text("#!/bin/sh\necho 'WARNING: infoROM is corrupted'\necho '0, GPU-aa'\n")
+    assert list(nvidia.ask("index", "uuid")) == [["0", "GPU-aa"]]
 
 
 def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

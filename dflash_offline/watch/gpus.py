@@ -1,13 +1,14 @@
 """Memory and utilisation of this machine's GPUs: by NVML where ``nvidia-ml-py`` is installed, else by ``nvidia-smi``."""
 
 import contextlib
-import shutil
 import subprocess
 import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_FIELDS = "index,uuid,name,utilization.gpu,memory.used,memory.total"
+from dflash_offline import nvidia
+
+_FIELDS = ("index", "uuid", "name", "utilization.gpu", "memory.used", "memory.total")
 _MIB = 1 << 20
 
 
@@ -44,14 +45,12 @@ class GpuReader:
                 states = _by_nvml(self._nvml)
                 self.note = "" if states else "the NVIDIA driver shows no GPU"
                 return states
-        if shutil.which("nvidia-smi") is None:
+        if not nvidia.is_there():
             self.note = "no NVIDIA driver on this machine (neither NVML nor nvidia-smi)"
             return []
-        command = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
         try:
-            text = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=True).stdout
-            states = [_by_row(line) for line in text.splitlines() if line.strip()]
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            states = [_by_row(cells) for cells in nvidia.ask(*_FIELDS, timeout_s=20)]
+        except (OSError, subprocess.SubprocessError) as error:
             self.note = f"nvidia-smi could not be asked ({type(error).__name__})"
             return []
         self.note = "" if states else "nvidia-smi shows no GPU"
@@ -94,8 +93,8 @@ def _names(nvml: Any, handle: Any) -> tuple[Any, Any]:
     return nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
 
 
-def _by_row(line: str) -> GpuState:
-    index, uuid, name, busy, used, total = (cell.strip() for cell in line.split(","))
+def _by_row(cells: list[str]) -> GpuState:
+    index, uuid, name, busy, used, total = cells
     share, (used_mib, total_mib) = _number(busy), map(_number, (used, total))
     return GpuState(
         index,
