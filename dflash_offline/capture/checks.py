@@ -4,6 +4,7 @@ Tensor legend: B rows, T tokens, K taps, H hidden.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -16,6 +17,7 @@ CHECKED_TOKENS = 256
 # Relative L2 distance, median over tokens. In bf16 other shapes mean other kernels: 1-2 % apart, layers 10 % and more.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 _TOLERANCE_BF16 = 0.08
+_stance = threading.Lock()
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -26,8 +28,8 @@ def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """Run compiled modules as they were written."""
-    with torch.compiler.set_stance("force_eager"):
+    """Run compiled modules as they were written. One thread at a time: the setting is the process's, and put back by each."""
+    with _stance, torch.compiler.set_stance("force_eager"):
         yield
 
 
