@@ -11,6 +11,7 @@ Tensor legend: B rows, T tokens, K taps, H hidden.
 import contextlib
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dflash_offline.target.taps import Target
 from dflash_offline.target.weights import find_embedding, find_head
 
 _LAYER_LISTS = ("layers", "h", "blocks", "decoder_layers")
+_loading = threading.Lock()  # transformers replaces functions of the process while it loads: threads would put back each other's
 _FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "embedding_norm")
 
 
@@ -225,7 +227,7 @@ def _from_pretrained(cls: type[nn.Module], folder: Path, options: dict[str, Any]
             flush=True,
         )
     try:
-        with quiet_transformers():
+        with _loading, quiet_transformers():
             model, info = cls.from_pretrained(folder, output_loading_info=True, **options)
     except TargetError:
         raise
