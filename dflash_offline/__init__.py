@@ -40,5 +40,6 @@ How it runs
     ``cli``         the command ``dflash-offline``, and what is behind it:
     ``doctor``      is this machine fit                      ``estimate``   what a run will cost
     ``smoke``       a run file on a few conversations        ``status``     where a run stands
-    ``tidy``        forget stages, delete what is not needed
+    ``tidy``        forget stages, delete what is not needed ``sharing``    what a run shares with others
+    ``nvidia``      asks ``nvidia-smi``
 """
