@@ -62,6 +62,7 @@ NOT_IN_TRAIN_KEY = {
     "keep_checkpoints",
     "evaluate_every",
     "heldout_rows",
+    "reader",
     "log_every",
     "min_tokens_per_s",
     "fsdp",

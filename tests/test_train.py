@@ -364,8 +364,18 @@ def test_attention_is_checked_against_the_dense_reference(make_trainer) -> None:
         prove(trainer)
 
 
-def test_sigterm_saves_and_exits_143(make_run) -> None:
-    run_file = make_run(epochs=200, log_every=1, checkpoint_every=100000)
+def test_a_reading_process_changes_nothing(make_run) -> None:
+    files = [make_run(reader, reader=reader, max_steps=4, evaluate_every=2, log_every=1) for reader in ("threads", "process")]
+    for run_file in files:
+        with runs.RankProcesses(run_file) as rank:
+            ((status, _, err),) = rank.output()
+        assert status == 0 and not err, err
+    assert files[0] != files[1] and runs.losses(files[0]) == runs.losses(files[1]) != []
+
+
+@pytest.mark.parametrize("reader", ["threads", "process"])
+def test_sigterm_saves_and_exits_143(make_run, reader: str) -> None:
+    run_file = make_run(epochs=200, log_every=1, checkpoint_every=100000, reader=reader)
     with runs.RankProcesses(run_file) as rank:
         rank.wait_for_step(3)
         rank.signal(signal.SIGTERM)

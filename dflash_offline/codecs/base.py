@@ -94,3 +94,20 @@ class Codec(ABC):
     def token_bytes(self) -> int:
         """Bytes of one token over all taps, before any compression."""
         return self.num_taps * sum(array.token_bytes for array in self.arrays)
+
+    def block_bytes(self, num_taps: int, tokens: int) -> int:
+        """Bytes of a block of memory that holds the encoded arrays of so many tokens and taps, see ``views``."""
+        return max(64, sum(_whole_lines(num_taps * tokens * array.token_bytes) for array in self.arrays))
+
+    def views(self, block: torch.Tensor, num_taps: int, tokens: int) -> dict[str, torch.Tensor]:
+        """``{name: [k, T, W]}`` laid out in ``block``, uint8 of ``block_bytes`` bytes, one array after another."""
+        found, start = {}, 0
+        for array in self.arrays:
+            size = num_taps * tokens * array.token_bytes
+            found[array.name] = block[start : start + size].view(array.torch_dtype).view(num_taps, tokens, array.width)
+            start += _whole_lines(size)
+        return found
+
+
+def _whole_lines(size: int) -> int:
+    return -(-size // 64) * 64

@@ -68,6 +68,9 @@ class TrainConfig(Section):
     keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept; older ones are deleted.")
     evaluate_every: PositiveInt = Field(500, description="Steps between evaluations on the held-out conversations.")
     heldout_rows: PositiveInt = Field(64, description="Most held-out conversations used in one of those evaluations.")
+    reader: Literal["auto", "process", "threads"] = Field(
+        "auto", description="Where batches are read: in a process of each rank's own (what auto means on GPUs) or beside the training loop."
+    )
     log_every: PositiveInt = Field(10, description="Steps between status lines.")
     trackers: list[Literal["wandb", "trackio"]] = Field(
         [], description="Trackers that get the scalars as well, if they are installed; TensorBoard always does."

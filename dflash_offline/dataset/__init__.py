@@ -4,6 +4,7 @@
 ``order.py``       which rows make up which step, of the whole run; the fixed shape of each bucket
 ``batches.py``     one micro-batch on the host: rows packed, anchors drawn, labels
 ``prefetch.py``    reading ahead in a thread, bounded in bytes
+``reading.py``     the process that makes micro-batches for a rank on a GPU
 ``device.py``      one micro-batch on the training device: decoded, padded, noisy; the next one in good time
 =================  ===========================================================================================
 """

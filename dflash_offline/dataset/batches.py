@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from dflash_offline.corpus import Corpus
 from dflash_offline.dataset.order import BatchShape
 from dflash_offline.objective import block_labels, draw_anchors
 from dflash_offline.store import EncodedBatch, HiddenStateStore
+
+if TYPE_CHECKING:
+    from dflash_offline.dataset.reading import ReadingProcess
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,13 @@ class MicroBatch:
 
 
 class BatchLoader:
-    """Makes micro-batches out of corpus and store. Safe to use from one thread at a time.
+    """Makes micro-batches out of corpus and store. Safe to use from one thread at a time (but see ``apart``).
 
     Args:
         stored: index in the store of each corpus row (``order.stored_indices``).
         taps: positions along the store's layers that the drafter reads, in its order.
         pin: page-locked host memory, for copies that overlap with a GPU's work.
+        apart: read in a process of its own, see ``reading``; ``load`` is then safe to use from several threads.
     """
 
     def __init__(
@@ -96,12 +101,31 @@ class BatchLoader:
         taps: list[int],
         block_size: int,
         pin: bool,
+        apart: bool = False,
     ) -> None:
         self.corpus, self.store, self.stored, self.train = corpus, store, stored, train
         self.taps, self.block_size, self.pin = taps, block_size, pin
+        self._process: ReadingProcess | None = None
+        if apart:
+            from dflash_offline.dataset import reading
+
+            self._process = reading.ReadingProcess(self)
 
     def load(self, job: Job) -> MicroBatch:
-        """Read, draw and pack one micro-batch."""
+        """Read, draw and pack one micro-batch.
+
+        Raises:
+            TrainError: the reading process is gone.
+        """
+        return self.read(job) if self._process is None else self._process.load(job)
+
+    def close(self) -> None:
+        """End the reading process."""
+        if self._process is not None:
+            self._process.close()
+
+    def read(self, job: Job) -> MicroBatch:
+        """``load`` in this process and thread."""
         began = time.perf_counter()
         rows = [self.corpus.row(int(row)) for row in job.rows]
         anchors = job.anchors

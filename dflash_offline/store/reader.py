@@ -256,7 +256,8 @@ class HiddenStateStore:
         """bf16 ``[stop - start, k, H]`` of one sample, decoded on the CPU."""
         part, index = self._locate(number)
         taps = self._taps(layers)
-        arrays = self._allocate(stop - start, len(taps), pinned=False)
+        size = self.codec.block_bytes(len(taps), stop - start)
+        arrays = self.codec.views(torch.from_numpy(self._blocks.take(size)), len(taps), stop - start)
         first = int(part.offsets[index])
         self._read([(part, first + start, first + stop)], taps, [_bytes(array) for array in arrays.values()])
         return self.codec.decode(arrays, taps)
@@ -272,7 +273,8 @@ class HiddenStateStore:
         located = [self._locate(i) for i in indices]
         lengths = [int(part.offsets[index + 1] - part.offsets[index]) for part, index in located]
         edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        arrays = self._allocate(int(edges[-1]), len(taps), pinned=torch.cuda.is_available())
+        tokens = int(edges[-1])
+        arrays = self.codec.views(self.take_memory(self.codec.block_bytes(len(taps), tokens)), len(taps), tokens)
         ranges = [(part, int(part.offsets[index]), int(part.offsets[index + 1])) for part, index in located]
         num_bytes = self._read(ranges, taps, [_bytes(array) for array in arrays.values()])
         ids, masks = [], []
@@ -291,19 +293,11 @@ class HiddenStateStore:
             )
         return taps
 
-    def _allocate(self, tokens: int, num_taps: int, *, pinned: bool) -> dict[str, torch.Tensor]:
-        """``{name: [k, T, W]}`` in one block of memory, given back whole when the batch is dropped."""
-        starts, end = {}, 0
-        for array in self.codec.arrays:
-            starts[array.name], end = end, end + -(-num_taps * tokens * array.token_bytes // 64) * 64
-        end = max(end, 64)
-        block = torch.empty(end, dtype=torch.uint8, pin_memory=True) if pinned else torch.from_numpy(self._blocks.take(end))
-        return {
-            array.name: block[starts[array.name] :][: num_taps * tokens * array.token_bytes]
-            .view(array.torch_dtype)
-            .view(num_taps, tokens, array.width)
-            for array in self.codec.arrays
-        }
+    def take_memory(self, size: int) -> torch.Tensor:
+        """uint8 ``[size]`` for the codes of one batch, page-locked where CUDA is used; given back whole when the batch is dropped."""
+        if torch.cuda.is_available():
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.from_numpy(self._blocks.take(size))
 
     def _read(self, ranges: Sequence[tuple[StoredPart, int, int]], taps: Sequence[int], out: list[np.ndarray]) -> int:
         """Read token ranges of parts, one after another, into ``out``, uint8 ``[k, T, bytes]`` for each array; bytes read from files.

@@ -124,6 +124,7 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device, *, 
         taps=store.positions(wanted) + ([store.num_taps - 1] if train.kl_weight > 0 else []),  # the last one is the last layer's
         block_size=config.drafter.block_size,
         pin=device.type == "cuda",
+        apart=train.reader == "process" or (train.reader == "auto" and device.type == "cuda"),
     )
     folder = identity.model_folder(config)
     shape = planned_shape(config, folder)

@@ -1,0 +1,219 @@
+"""Micro-batches read in a process of its own.
+
+The thread that drives a GPU needs the interpreter for every launch. Reading needs it for every chunk and its checksum,
+and draws anchors besides: threads of one process wait for each other, and a small drafter's steps, tens of milliseconds
+of short kernels, take twice as long. So a rank on a GPU has its batches made by a child process, which knows nothing of
+the GPU. Codes come through memory that both have mapped; what is small comes through a socket.
+
+The child ends with its parent, however that ends: its socket closes. Signals are the parent's to handle.
+"""
+
+import mmap
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_offline.attention import BlockLayout
+from dflash_offline.dataset.batches import BatchLoader, Job, MicroBatch
+from dflash_offline.errors import DFlashError, TrainError
+from dflash_offline.store import EncodedBatch
+
+_PATIENCE_S = 5.0  # for a child that was told to end
+
+
+class SharedMemory:
+    """Memory of a file without a name, as large as was ever asked for; mapped anew where another process let it grow."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._mapped = descriptor, torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """uint8 ``[size]``: always the same memory."""
+        if size > len(self._mapped):
+            if size > os.fstat(self._descriptor).st_size:
+                os.ftruncate(self._descriptor, size)
+            length = os.fstat(self._descriptor).st_size
+            self._mapped = torch.from_numpy(np.frombuffer(mmap.mmap(self._descriptor, length), np.uint8))
+        return self._mapped[:size]
+
+
+class ReadingProcess:
+    """The child process, seen from its parent. Threads may share it; it makes one micro-batch at a time.
+
+    Args:
+        loader: what the child makes its batches with, opened anew there.
+    """
+
+    def __init__(self, loader: BatchLoader) -> None:
+        self._loader, self._lock = loader, threading.Lock()
+        near, far = socket.socketpair()
+        descriptor = _unnamed_file()
+        code = f"from dflash_offline.dataset.reading import serve; serve({far.fileno()}, {descriptor})"
+        with far:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                pass_fds=(far.fileno(), descriptor),
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+            )
+        self._memory, self._connection = SharedMemory(descriptor), Connection(near.detach())
+        self.close = weakref.finalize(self, _end, self._process, self._connection, descriptor)
+        self._send(_describe(loader))
+
+    def load(self, job: Job) -> MicroBatch:
+        """``BatchLoader.load`` of this job, made by the child.
+
+        Raises:
+            TrainError: the child is gone.
+            Exception: whatever it raised.
+        """
+        began = time.perf_counter()
+        with self._lock:
+            self._send(job)
+            answer = self._receive()
+            if isinstance(answer, BaseException):
+                raise answer
+            store = self._loader.store
+            block = store.take_memory(answer["bytes"])
+            block.copy_(self._memory.take(answer["bytes"]))
+        offsets, taps = answer["encoded"]["offsets"], answer["taps"]
+        encoded = EncodedBatch(store.codec, taps, store.codec.views(block, len(taps), int(offsets[-1])), **answer["encoded"])
+        blocks, given = BlockLayout(**_tensors(answer["blocks"])), _tensors(answer["tensors"])
+        if self._loader.pin:
+            blocks, given = blocks.pin(), {name: values.pin_memory() for name, values in given.items()}
+        spans, seeds = answer["spans"], answer["noise_seeds"]
+        return MicroBatch(job, spans, blocks, noise_seeds=seeds, encoded=encoded, read_s=time.perf_counter() - began, **given)
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            raise self._gone() from None
+
+    def _receive(self) -> Any:
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            raise self._gone() from None
+
+    def _gone(self) -> TrainError:
+        try:
+            status = self._process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            status = None
+        how = f"was killed by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
+        memory = "; memory may have run out" if status == -signal.SIGKILL else ""
+        return TrainError(
+            f"the process that reads batches (pid {self._process.pid}) {how}{memory}; run the same command again, it goes on from the "
+            'last checkpoint. [train] reader = "threads" reads without that process'
+        )
+
+
+def serve(connection_descriptor: int, memory_descriptor: int) -> None:
+    """The child: answers jobs until its parent's end of the socket closes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    connection, memory = Connection(connection_descriptor), SharedMemory(memory_descriptor)
+    loader: BatchLoader | None = None
+    described: dict[str, Any] = {}
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            return
+        if isinstance(message, dict):
+            described = message
+            continue
+        try:
+            if loader is None:
+                loader = _open(described)
+            answer = _answer(loader, memory, message)
+        except Exception as error:
+            answer = _portable(error)
+        try:
+            connection.send(answer)
+        except OSError:
+            return
+
+
+def _answer(loader: BatchLoader, memory: SharedMemory, job: Job) -> dict[str, Any]:
+    """What ``ReadingProcess.load`` needs; the codes lie in ``memory``."""
+    sizes: list[int] = []
+
+    def take(size: int) -> Tensor:
+        sizes.append(size)
+        return memory.take(size)
+
+    loader.store.take_memory = take
+    batch = loader.read(job)
+    encoded = {name: getattr(batch.encoded, name) for name in ("offsets", "input_ids", "loss_mask", "num_bytes")}
+    return {
+        "bytes": sizes[-1],
+        "taps": batch.encoded.taps,
+        "encoded": encoded,
+        "blocks": _arrays(vars(batch.blocks)),
+        "tensors": _arrays({name: getattr(batch, name) for name in ("anchor_tokens", "labels", "supervised")}),
+        "spans": batch.spans,
+        "noise_seeds": batch.noise_seeds,
+    }
+
+
+def _arrays(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _tensors(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def _describe(loader: BatchLoader) -> dict[str, Any]:
+    corpus = {"folder": loader.corpus.folder}
+    settings = {"stored": loader.stored, "train": loader.train, "taps": loader.taps, "block_size": loader.block_size}
+    return {"corpus": corpus, "store": loader.store, "settings": settings}
+
+
+def _open(described: dict[str, Any]) -> BatchLoader:
+    from dflash_offline.corpus import Corpus
+
+    return BatchLoader(Corpus.open(described["corpus"]["folder"]), described["store"], **described["settings"], pin=False)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error as the parent can get it: some are made from more than their text."""
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception:
+        pass
+    return DFlashError(str(error)) if isinstance(error, DFlashError) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):  # memory that no mount limits: containers often have 64 MB of /dev/shm
+        return os.memfd_create("dflash-batch")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection, descriptor: int) -> None:
+    connection.close()
+    os.close(descriptor)
+    try:
+        process.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
