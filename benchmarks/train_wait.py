@@ -1,7 +1,8 @@
-"""Real training of a Qwen3-8B-shaped drafter on one GPU and on two: rate, and how long ranks wait for data.
+"""Real training on one GPU and on two: rate, and how long ranks wait for data.
 
     python benchmarks/train_wait.py --ranks 1,2                      # H200s; about two minutes, 11 GB of disk, 2.5 GB of /dev/shm
-    python benchmarks/train_wait.py --ranks 1,2 --device cpu --tiny  # the same code on a tiny shape, to see that it runs
+    python benchmarks/train_wait.py --ranks 1 --shape smollm2 --reader threads --out FILE  # a small drafter: short steps, much to read
+    python benchmarks/train_wait.py --ranks 1,2 --device cpu --shape tiny  # the same code on a tiny shape, to see that it runs
 
 Every number of ranks trains the same drafter, from the same int8 store of random rows, with the same global batch, by
 the command that the pipeline runs. The store's pages are dropped from memory first (not with ``--cached``), so that
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,28 +39,32 @@ from dflash_offline.layout import Layout
 from dflash_offline.manifest import write_manifest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from train_work import QWEN3_8B, TINY  # noqa: E402
+from train_work import QWEN3_8B, TINY, WORKS  # noqa: E402
 
 RESULT = Path(__file__).resolve().parent / "results" / "train_scaling.json"
-MICRO_BATCHES = 8  # of a step, over all ranks: 24,576 tokens, a small batch for a drafter of this size
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained: rows of ``length`` tokens with ``anchors`` blocks, one row a micro-batch."""
+    """What is trained: micro-batches of ``packed`` rows of ``length`` tokens with ``anchors`` blocks each."""
 
     shape: DrafterShape
     length: int
     anchors: int
     steps: int
+    packed: int = 1
+    micro_batches: int = 8  # of a step, over all ranks: 24,576 tokens of the largest, a small batch for a drafter of this size
 
     @property
     def rows(self) -> int:
-        return self.steps * MICRO_BATCHES
+        return self.steps * self.micro_batches * self.packed
 
 
-LARGE = Size(QWEN3_8B, 3072, 512, 20)
-SMALL = Size(TINY.shape, 96, 12, 24)
+SIZES = {
+    "qwen3-8b": Size(QWEN3_8B, 3072, 512, 20),
+    "smollm2": Size(next(work.shape for work in WORKS if work.name == "smollm2-135m"), 320, 128, 400, packed=16, micro_batches=2),
+    "tiny": Size(TINY.shape, 96, 12, 24),
+}
 
 
 def write_target(folder: Path, shape: DrafterShape, device: str) -> None:
@@ -82,7 +87,7 @@ def write_target(folder: Path, shape: DrafterShape, device: str) -> None:
     save_file(tables, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_run_file(folder: Path, target: Path, size: Size, *, ranks: int, device: str) -> Path:
+def write_run_file(folder: Path, target: Path, size: Size, *, ranks: int, device: str, reader: str) -> Path:
     """The run file of one number of ranks."""
     shape, cpu = size.shape, device == "cpu"
     sections: dict[str, dict[str, Any]] = {
@@ -92,8 +97,9 @@ def write_run_file(folder: Path, target: Path, size: Size, *, ranks: int, device
         "drafter": {"layers": shape.num_layers, "block_size": shape.block_size, "mask_token_id": shape.mask_token_id},
         "train": {
             "gpus": "cpu" if cpu else list(range(ranks)), "ranks": ranks, "dtype": "float32" if cpu else "bfloat16",
-            "epochs": 1, "max_steps": size.steps, "anchors": size.anchors, "tokens_per_batch": size.length,
-            "slots_per_batch": size.anchors * shape.block_size, "micro_batches_per_step": MICRO_BATCHES, "log_every": 2,
+            "epochs": 1, "max_steps": size.steps, "anchors": size.anchors, "tokens_per_batch": size.length * size.packed,
+            "slots_per_batch": size.anchors * size.packed * shape.block_size, "micro_batches_per_step": size.micro_batches,
+            "log_every": 2, "reader": reader,
             "checkpoint_every": 10**6, "checkpoint_minutes": 1e6, "evaluate_every": 10**6,
         },
     }  # fmt: skip
@@ -225,7 +231,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, by commas")
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape")
+    parser.add_argument("--shape", default="qwen3-8b", choices=SIZES)
+    parser.add_argument("--reader", default="auto", choices=["auto", "process", "threads"], help="[train] reader of the run file")
     parser.add_argument("--steps", type=int, help="optimiser steps")
     parser.add_argument("--cached", action="store_true", help="leave the store's pages in memory")
     parser.add_argument("--folder", type=Path, help="where corpus and store are made; a temporary folder when left out")
@@ -236,20 +243,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
-    size, device = SMALL if arguments.tiny else LARGE, arguments.device
+    size, device = SIZES[arguments.shape], arguments.device
     if arguments.steps:
-        size = Size(size.shape, size.length, size.anchors, arguments.steps)
+        size = replace(size, steps=arguments.steps)
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     result: dict[str, Any] = {
         "device": device if device == "cpu" else torch.cuda.get_device_name(), "torch": torch.__version__,
         "cold_disk": not arguments.cached,
-        "micro_batches_per_step": MICRO_BATCHES, "tokens_per_micro_batch": size.length, "cases": [],
+        "shape": arguments.shape, "reader": arguments.reader,
+        "micro_batches_per_step": size.micro_batches, "tokens_per_micro_batch": size.length * size.packed, "cases": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=memory) as target, tempfile.TemporaryDirectory(dir=arguments.folder) as place:
         began = time.monotonic()
         write_target(Path(target), size.shape, device)
         numbers = [int(each) for each in arguments.ranks.split(",")]
-        files = {ranks: write_run_file(Path(place), Path(target), size, ranks=ranks, device=device) for ranks in numbers}
+        settings = {"device": device, "reader": arguments.reader}
+        files = {ranks: write_run_file(Path(place), Path(target), size, ranks=ranks, **settings) for ranks in numbers}
         write_rows(files[numbers[0]], size, device)
         first = Path(place) / f"out{numbers[0]}"
         for ranks in numbers[1:]:
