@@ -1,10 +1,17 @@
 """Processes that compile the same kernels: one alone, then the others beside each other."""
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_offline.train.kernels import CACHE, TRITON_CACHE, compiling, use_cache_folder
 
 PROCESS = """
 import json, sys, time
@@ -49,3 +56,49 @@ def test_with_a_warm_cache_nobody_waits(tmp_path: Path) -> None:
     found = run_together(tmp_path, 3)
     assert not any(first for first, _, _ in found)
     assert max(began for _, began, _ in found) < min(ended for _, _, ended in found)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary folder of a machine with a GPU on which nothing was compiled yet."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    for name in (CACHE, TRITON_CACHE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return folder
+
+
+def test_kernels_are_kept_for_one_host_build_and_gpu(temporary: Path) -> None:
+    folder, said = use_cache_folder(torch.device("cuda"))
+    assert said is None and folder.is_dir() and folder.is_relative_to(temporary)
+    assert torch.__version__ in folder.name and folder.name.endswith("NVIDIA-H200")
+    assert os.environ[CACHE] == str(folder) and os.environ[TRITON_CACHE] == str(folder / "triton")
+    assert folder.parent.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("by_user", [True, False])
+def test_a_folder_that_cannot_be_written_is_said_and_all_ranks_use_one_other(
+    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_user: bool
+) -> None:
+    if by_user:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv(CACHE, str(tmp_path / "file" / "cache"))
+    else:
+        (temporary / f"dflash-offline-{os.getuid()}").touch()
+    wanted = os.environ.get(CACHE)
+    folder, said = use_cache_folder(torch.device("cuda"))
+    assert said is not None and "cannot be kept in" in said and (wanted or "dflash-offline-") in said and str(folder) in said
+    assert folder.is_dir() and os.environ[CACHE] == str(folder) and os.environ[TRITON_CACHE] == str(folder / "triton")
+    again, _ = use_cache_folder(torch.device("cuda"))
+    assert again == folder
+
+
+def test_a_mark_that_cannot_be_left_fails_nothing(tmp_path: Path) -> None:
+    with compiling(tmp_path / "cache", 1) as first:
+        for path in (tmp_path / "cache").iterdir():
+            path.unlink()
+        (tmp_path / "cache").rmdir()
+    assert first

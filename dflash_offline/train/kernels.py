@@ -28,8 +28,8 @@ def use_cache_folder(device: torch.device) -> tuple[Path, str | None]:
     """Name the folder of compiled kernels for this process and its children: one per host, torch build and GPU model.
 
     TORCHINDUCTOR_CACHE_DIR is respected. Otherwise it lies in the temporary folder, which is a local disk almost
-    everywhere (a home folder often is not), and belongs to this user alone. Where it cannot be written a new temporary
-    folder takes its place.
+    everywhere (a home folder often is not), and belongs to this user alone. Where it cannot be written, a temporary
+    folder of the command that started this process takes its place: the same one for all ranks of this host.
 
     Returns:
         The folder, and a line to print when it is not the usual one.
@@ -37,25 +37,39 @@ def use_cache_folder(device: torch.device) -> tuple[Path, str | None]:
     given = Path(os.environ.get(CACHE) or "")
     temporary = Path(tempfile.gettempdir())
     # torch itself names its default in the environment once it has compiled something, here or in a parent process
-    if given.name and not (given.parent == temporary and given.name.startswith("torchinductor_")):
-        return given, None
+    by_user = bool(given.name) and not (given.parent == temporary and given.name.startswith("torchinductor_"))
     build = f"{socket.gethostname()}-torch{torch.__version__}-{torch.cuda.get_device_name(device)}"
-    folder = temporary / f"dflash-offline-{os.getuid()}" / re.sub(r"[^A-Za-z0-9.+_-]+", "-", build)
-    said = None
+    usual = temporary / f"dflash-offline-{os.getuid()}" / re.sub(r"[^A-Za-z0-9.+_-]+", "-", build)
+    folder, said = given if by_user else usual, None
     try:
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
-        if folder.parent.stat().st_uid != os.getuid():
-            raise PermissionError(f"{folder.parent} is another user's")
-        folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        _own_folder(folder, private=None if by_user else folder.parent)
     except OSError as error:
-        fallback = Path(tempfile.mkdtemp(prefix="dflash-offline-kernels-"))
-        said = f"note: compiled kernels cannot be kept in {folder} ({error}); using {fallback}, so they are compiled again next time"
-        folder = fallback
+        refused, folder = folder, temporary / f"dflash-offline-kernels-{os.getuid()}-{os.getppid()}"
+        try:
+            _own_folder(folder, private=folder)
+        except OSError:
+            folder = Path(tempfile.mkdtemp(prefix="dflash-offline-kernels-"))
+        said = f"note: compiled kernels cannot be kept in {refused} ({error}); using {folder}, so they are compiled again next time"
+        os.environ[TRITON_CACHE] = str(folder / "triton")
     os.environ[CACHE] = str(folder)
-    os.environ.setdefault(TRITON_CACHE, str(folder / "triton"))
+    if not by_user:
+        os.environ.setdefault(TRITON_CACHE, str(folder / "triton"))
     return folder, said
+
+
+def _own_folder(folder: Path, *, private: Path | None) -> None:
+    """Make a folder and see that it can be written; ``private``, it or one above it, must be this user's alone.
+
+    Raises:
+        OSError: it cannot be, or is another user's.
+    """
+    if private is not None:
+        private.mkdir(mode=0o700, exist_ok=True)
+        if private.stat().st_uid != os.getuid():
+            raise PermissionError(f"{private} is another user's")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 @contextlib.contextmanager
@@ -75,7 +89,8 @@ def compiling(folder: Path, what: Any) -> Iterator[bool]:
             fcntl.flock(file, fcntl.LOCK_UN)  # loading needs no lock: whoever waits may begin at once
         yield first
         if first:
-            mark.touch()
+            with contextlib.suppress(OSError):  # a full disk: the next process compiles under the lock once more
+                mark.touch()
 
 
 def recompiles() -> str:

@@ -21,6 +21,7 @@ import torch
 from dflash_offline import checkpoint
 from dflash_offline.attention import Proof
 from dflash_offline.dataset import BatchShape, DeviceBatch, DeviceFeed, Job, MicroBatch, Prefetcher, Step, Timing, mark, to_device
+from dflash_offline.environment import environment
 from dflash_offline.errors import TrainError
 from dflash_offline.graphs import compiled_graphs
 from dflash_offline.objective import LossOutput, block_loss
@@ -219,7 +220,15 @@ class Trainer:
             with torch.no_grad():
                 self.losses(batch)
 
-        what = [setup.shape.to_dict(), [[shape.context, shape.blocks] for shape in shapes], setup.machine, self.train.dtype]
+        what = {
+            "shape": setup.shape.to_dict(),
+            "batches": [[shape.context, shape.blocks] for shape in shapes],
+            "machine": setup.machine,
+            "dtype": self.train.dtype,
+            "head": self.train.head_precision,
+            "teacher": setup.ending is not None,
+            "versions": {name: environment().get(name) for name in ("dflash_offline", "git", "triton")},
+        }
         passes = {"attention": lambda: proofs.append(prove_attention(setup, max(shapes, key=lambda shape: shape.blocks * shape.context)))}
         line = kernels.warm_up(folder, what, passes | {str(shape): partial(compile_shape, shape) for shape in shapes})
         self.num_graphs, self.warmed_up = compiled_graphs(), True
