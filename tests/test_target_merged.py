@@ -138,6 +138,27 @@ def test_another_input_is_computed_for_itself(order: list[tuple[str, int]], prod
     assert torch.equal(mixer(states)[0], plain(states)[0]), "uncompiled, each is computed as before"
 
 
+class InPlace(Mixer):
+    """Writes to what it was given between two projections."""
+
+    def forward(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        states = states.clone()
+        query = self.q_proj(states)
+        states.mul_(3)
+        return query, self.k_proj(states), self.v_proj(states)
+
+
+@torch.inference_mode()
+def test_an_input_that_is_written_to_in_between_merges_nothing() -> None:
+    module = InPlace()
+    assert merge([module], lambda: module(torch.randn(5, 8))) == 0
+
+
+@torch.inference_mode()
+def test_a_forward_that_fails_merges_nothing() -> None:
+    assert merge([Mixer()], lambda: Mixer()(torch.randn(5, 7))) == 0
+
+
 def quantised(mixer: Mixer) -> None:
     class Quantised(nn.Linear):
         pass

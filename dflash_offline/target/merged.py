@@ -3,7 +3,7 @@
 A product of a narrow matrix leaves the last round of a GPU's tiles half empty. So the weights of such projections are laid one
 under another in one matrix, of which the modules' own weights are views: nothing is held twice, and a module that is
 called by itself computes as before. Only compiled code computes them together: the first of the projections called gives
-the others theirs, provided that they are given the very same input. Uncompiled code, the self-check's plain forward
+the others theirs, when they are given the very same input. Uncompiled code, the self-check's plain forward
 among it, goes on one by one.
 
 Which modules these are is seen, not supposed: each must have been called once with the same tensor in a forward that was watched.
@@ -23,8 +23,8 @@ _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class _Group:
     """Projections whose weights lie in one matrix.
 
-    While the projections of one module are being traced, ``_given`` is what the first was given and ``_parts`` what the
-    others may take; both are gone after as many calls as there are projections.
+    While the projections of one module are being traced, ``_given`` is what the first was given, ``_parts`` what each may
+    take and ``_taken`` which did; all is gone when the last one has.
     """
 
     def __init__(self, modules: list[nn.Linear]) -> None:
@@ -33,8 +33,8 @@ class _Group:
         self.weight = _under_one_another([module.weight for module in modules])
         self.bias = None if modules[0].bias is None else _under_one_another([module.bias for module in modules])
         self._given: Tensor | None = None
-        self._parts: tuple[Tensor | None, ...] = ()
-        self._calls = 0
+        self._parts: tuple[Tensor, ...] = ()
+        self._taken: tuple[int, ...] = ()
         for name, whole in (("weight", self.weight), ("bias", self.bias)):
             if whole is not None:
                 for module, rows in zip(modules, whole.detach().split(self.sizes), strict=True):
@@ -45,13 +45,13 @@ class _Group:
 
     def take(self, place: int, states: Tensor) -> Tensor | None:
         """Projection ``place`` of ``states`` [..., I], a view; None if it has to compute it itself."""
-        if self._given is None:
+        if self._given is None or place in self._taken:  # the module is called anew
             self._parts = torch.nn.functional.linear(states, self.weight, self.bias).split(self.sizes, -1)
-            self._given, self._calls = states, 0
+            self._given, self._taken = states, ()
         part = self._parts[place] if self._given is states else None
-        self._calls += 1
-        if self._calls == len(self.sizes):
-            self._given, self._parts, self._calls = None, (), 0
+        self._taken += (place,)
+        if len(self._taken) == len(self.sizes):
+            self._given, self._parts, self._taken = None, (), ()
         return part
 
 
@@ -78,7 +78,7 @@ def merge(modules: Iterable[nn.Module], run: Callable[[], object]) -> int:
 
     Args:
         modules: decoder layers.
-        run: a forward of the whole model, on anything, uncompiled.
+        run: a forward of the whole model, on anything, uncompiled; where it fails nothing is merged.
 
     Returns:
         How many groups were merged.
@@ -126,21 +126,29 @@ def _is_plain(module: object) -> bool:
 
 
 def _same_input(candidates: list[list[nn.Linear]], run: Callable[[], object]) -> list[list[nn.Linear]]:
-    """The groups whose projections each ran once, all with one and the same tensor."""
-    given: dict[nn.Module, list[Tensor]] = {module: [] for group in candidates for module in group}
-    hooks = [module.register_forward_pre_hook(lambda module, args: given[module].extend(args)) for module in given]
+    """The groups whose projections each ran once, all with one and the same tensor, which was not written to in between."""
+    given: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {module: [] for group in candidates for module in group}
+    hooks = [module.register_forward_pre_hook(lambda module, args: given[module].append((args[0], args[0].clone()))) for module in given]
     try:
         run()
+    except Exception:  # a model that cannot take these tokens, or too little memory: what is wrong with it is not said here
+        return []
     finally:
         for hook in hooks:
             hook.remove()
-    every = [(group, [given[module] for module in group]) for group in candidates]
-    return [group for group, calls in every if all(len(c) == 1 and c[0] is calls[0][0] for c in calls)]
+
+    def alike(calls: list[list[tuple[Tensor, Tensor]]]) -> bool:
+        if any(len(each) != 1 for each in calls):
+            return False
+        (first, content), *others = (each[0] for each in calls)
+        return all(tensor is first and torch.equal(was, content) for tensor, was in others)
+
+    return [group for group in candidates if alike([given[module] for module in group])]
 
 
 def _has_room(candidates: list[list[nn.Linear]]) -> bool:
-    first = candidates[0][0].weight
-    if not first.is_cuda:
-        return True
-    free, total = torch.cuda.mem_get_info(first.device)
-    return free - sum(module.weight.nbytes for group in candidates for module in group) > total // 8
+    moved: Counter[torch.device] = Counter()
+    for group in candidates:
+        moved[group[0].weight.device] += sum(module.weight.nbytes for module in group)
+    free = {device: torch.cuda.mem_get_info(device) for device in moved if device.type == "cuda"}
+    return all(left - moved[device] > total // 8 for device, (left, total) in free.items())
