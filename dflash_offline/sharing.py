@@ -27,20 +27,26 @@ def _of_root(config: RunConfig) -> Iterator[str]:
     from dflash_offline.store import schema
 
     layout, key, mine = Layout(config.root_dir), keys.capture_key(config), keys.store_identity(config)
-    found = []
+    found, unread = [], []
     for path in sorted(layout.root.glob(f"captures/*/hidden_states.zarr/{schema.GROUP_FILE}")):
         if path.parent.parent.name != key:
             try:
                 other = schema.read_attributes(path.parent)["identity"]
-            except DFlashError:  # damaged, or of a newer release: `verify` says more
+            except DFlashError as error:
+                unread.append(str(error))
                 continue
             found.append(f"{path.parent.parent.name} ({', '.join(name for name in mine if other.get(name) != mine[name])})")
     if found:
-        more = "" if len(found) <= _SHOWN else f" and {len(found) - _SHOWN} more"
         yield (
             f"{layout.root} also holds {counted(len(found), 'store')} with another key, in brackets what differs: "
-            f"{', '.join(found[:_SHOWN])}{more}; that is fine, each has a folder of its own, but this run file captures anew"
+            f"{_first(found, ', ')}; that is fine, each has a folder of its own, but this run file captures anew"
         )
+    if unread:
+        yield f"{counted(len(unread), 'other store')} below {layout.root} cannot be read and is left out here: {_first(unread, '; ')}"
+
+
+def _first(texts: list[str], separator: str) -> str:
+    return separator.join(texts[:_SHOWN]) + ("" if len(texts) <= _SHOWN else f" and {len(texts) - _SHOWN} more")
 
 
 def _of_url(config: RunConfig) -> Iterator[str]:

@@ -200,6 +200,18 @@ def test_newer_format_is_refused_with_the_release_needed(damaged):
             use(damaged)
 
 
+@pytest.mark.parametrize("attributes", [[1], {"identity": None}, {"identity": ["codec"]}])
+def test_attributes_that_are_no_object_are_named(damaged, attributes):
+    group = damaged / "zarr.json"
+    raw = json.loads(group.read_text())
+    raw["attributes"] = raw["attributes"] | attributes if isinstance(attributes, dict) else attributes
+    group.write_text(json.dumps(raw))
+    wrong = "attribute identity" if isinstance(attributes, dict) else "attributes is"
+    for use in (store.HiddenStateStore, lambda path: store.create_or_open(path, {})):
+        with pytest.raises(StoreDamagedError, match=rf"zarr\.json: not valid \({wrong} .*no object\); it has been damaged$"):
+            use(damaged)
+
+
 def test_damaged_index_still_checks_the_parts(damaged):
     (damaged / "index.json").write_text("{")
     flip(damaged / "part-00001" / "loss_mask" / "c" / "0", 3, 0)

@@ -356,6 +356,26 @@ def test_what_a_run_shares_with_others_is_said(scheme, bucket, run_file, folder)
         store.create_or_open(root, identity_here, url=config.store.location(key))
 
 
+@pytest.mark.parametrize("attributes", [[1], {"identity": None}])
+def test_a_store_beside_it_that_cannot_be_read_is_left_out(attributes, run_file):
+    from click.testing import CliRunner
+
+    from dflash_offline.cli import main
+
+    path = run_file(4)
+    for key, codec in (("a" * 16, "bf16"), ("b" * 16, "int8")):
+        store.create_or_open(Layout(RunConfig.load(path).root_dir).store(key), identity(codec))
+    group = Layout(RunConfig.load(path).root_dir).store("b" * 16) / "zarr.json"
+    raw = json.loads(group.read_text())
+    raw["attributes"] = raw["attributes"] | attributes if isinstance(attributes, dict) else attributes
+    group.write_text(json.dumps(raw))
+    found = CliRunner().invoke(main, ["plan", "--config", str(path)])
+    assert found.exit_code == 0, found.output
+    said = " ".join(found.stdout.split())
+    assert "also holds 1 store with another key, in brackets what differs: aaaaaaaaaaaaaaaa (" in said
+    assert f"cannot be read and is left out here: {group}: not valid (attribute" in said
+
+
 def test_plan_says_what_is_shared_and_that_a_bucket_is_missing(bucket, run_file):
     from click.testing import CliRunner
 

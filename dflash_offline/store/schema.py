@@ -72,10 +72,11 @@ def open_lock(path: Path) -> Iterator[int]:
 
 
 def read_attributes(root: Path) -> dict[str, Any]:
-    """Attributes of the store's group.
+    """Attributes of the store's group; ``identity`` among them is an object.
 
     Raises:
         StoreError: there is no store, or a newer one than this release reads.
+        StoreDamagedError: the file is not as it was written.
     """
     path = Path(root) / GROUP_FILE
     if not path.is_file():
@@ -86,7 +87,9 @@ def read_attributes(root: Path) -> dict[str, Any]:
         raise StoreDamagedError(f"{path}: not valid; it has been damaged") from None
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror})") from None
-    if not isinstance(attributes, dict) or attributes.get("format") != FORMAT:
+    if not isinstance(attributes, dict):
+        raise StoreDamagedError(f"{path}: not valid (attributes is no object); it has been damaged")
+    if attributes.get("format") != FORMAT:
         raise StoreError(
             f"{root}: a Zarr group, but not a hidden-state store (attribute format is {attributes.get('format')!r}, wanted {FORMAT!r})"
         )
@@ -96,6 +99,8 @@ def read_attributes(root: Path) -> dict[str, Any]:
         raise StoreError(
             f"{root}: store format version {version}; this release reads up to {FORMAT_VERSION}. Install dflash_offline {needed} or later"
         )
+    if not isinstance(attributes.get("identity"), dict):
+        raise StoreDamagedError(f"{path}: not valid (attribute identity is missing or no object); it has been damaged")
     return attributes
 
 
