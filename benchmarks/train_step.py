@@ -18,6 +18,7 @@ import gc
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -121,6 +122,25 @@ def released(device: str) -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """
+    Raises:
+        TimeoutError: the block is not done after so many seconds (a peer whose compilation does not end, say).
+    """
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"not done after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def release(model: nn.Module) -> None:
     """Give back the memory of a model that caches of the compiler may still refer to; frozen tables are the benchmark's."""
     for parameter in model.parameters():
@@ -200,6 +220,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--works", help="comma-separated names, or none; all when left out")
     parser.add_argument("--only", help="run only what has a name that contains one of these, by commas")
     parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--limit-s", type=float, default=120.0, help="most seconds of one case, compilation included")
     parser.add_argument("--skip-first-steps", action="store_true", help="leave out the fresh processes")
     parser.add_argument("--profile", type=Path, help="file for the kernel table of the main case")
     parser.add_argument(
@@ -258,7 +279,8 @@ def run_work(work: Work, arguments: argparse.Namespace, dtype: torch.dtype, resu
         if arguments.only and not any(part in name for part in arguments.only.split(",")):
             continue
         try:
-            result["cases"].append(measure(name, work, device, make, repeats=arguments.repeats))
+            with at_most(arguments.limit_s):
+                result["cases"].append(measure(name, work, device, make, repeats=arguments.repeats))
             if arguments.profile and len(result["cases"]) == 1:
                 with released(device):
                     step, model = make()
