@@ -1,7 +1,9 @@
 """A rank that dies is noticed and named: by the others without a collective, and by the supervisor."""
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -85,6 +87,66 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         first.start(timeout_s=0.3)
     second.close(in_order=False)
     first.close(in_order=False)
+
+
+def test_strangers_are_closed_and_delay_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "GREETING_S", 0.5)
+    first, ranks = Peers(0, 3), [Peers(rank, 3) for rank in (1, 2)]
+    port = first.listen()
+
+    def come(said: bytes) -> socket.socket:
+        stranger = socket.create_connection(("127.0.0.1", port), timeout=10)
+        stranger.sendall(said)
+        return stranger
+
+    ranks[0].connect("127.0.0.1", port)
+    greetings = [b"", b"rank ", b"rank 999\n", b"rank 0\n", b"rank 1\n", b"rank -2\n", b"rank 2", b"GET / HTTP/1.1\r\n\r\n", b"x" * 33]
+    strangers = [come(said) for said in greetings]
+    starting = threading.Thread(target=first.start, kwargs={"timeout_s": 20})
+    starting.start()
+    drip = come(b"r")
+    begun = time.monotonic()
+    try:
+        for stranger in [*strangers, drip]:  # the end of the connection, or a reset where something was left unread
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+        assert time.monotonic() - begun < 5 and starting.is_alive()
+        ranks[1].connect("127.0.0.1", port)
+        starting.join(10)
+        assert not starting.is_alive() and sorted(first._sockets) == [1, 2]
+        for rank in ranks:
+            rank.start()
+        ranks[1].close(in_order=False)
+        assert first.who_died(wait_s=10) == 2, "the ranks' own connections are the ones watched"
+    finally:
+        for peer in (*ranks, first):
+            peer.close(in_order=False)
+        for stranger in (*strangers, drip):
+            stranger.close()
+
+
+def test_a_stranger_that_talks_slowly_does_not_hold_rank_0_past_its_time() -> None:
+    first = Peers(0, 2)
+    stranger = socket.create_connection(("127.0.0.1", first.listen()))
+    over = threading.Event()
+
+    def talk() -> None:
+        with contextlib.suppress(OSError):
+            while not over.wait(0.1):
+                stranger.sendall(b"r")
+
+    talking = threading.Thread(target=talk)
+    talking.start()
+    begun = time.monotonic()
+    try:
+        with pytest.raises(TrainError, match="rank 0 of 2: rank 1 did not connect in 1s"):
+            first.start(timeout_s=0.8)
+        assert time.monotonic() - begun < 2.5
+    finally:
+        over.set()
+        talking.join()
+        stranger.close()
+        first.close(in_order=False)
 
 
 def test_the_supervisor_names_the_dead_rank_and_leaves_none(tmp_path: Path, tiny_target: Path, conversations: list[dict[str, Any]]) -> None:

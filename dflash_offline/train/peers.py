@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dflash_offline.errors import TrainError
 
 GRACE_S = 5.0  # for the main thread, which may know a better reason, and may be writing a file
+GREETING_S, GREETING_BYTES = 5.0, 32  # for a whole greeting line; who says more, or takes longer, is no rank
+STRANGERS = 128  # that may wait to be taken, beside the ranks
 BYE, HELLO = b"bye\n", b"rank "
 KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a silent host is given up after 50 s
 
@@ -45,9 +47,9 @@ class Peers:
     def listen(self) -> int:
         """Rank 0: the port that the others are to connect to."""
         try:
-            self._listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=self.size)
+            self._listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=self.size + STRANGERS)
         except (OSError, ValueError):  # no IPv6 here
-            self._listener = socket.create_server(("", 0), backlog=self.size)
+            self._listener = socket.create_server(("", 0), backlog=self.size + STRANGERS)
         return int(self._listener.getsockname()[1])
 
     def connect(self, host: str, port: int, *, timeout_s: float = 60.0) -> None:
@@ -57,11 +59,10 @@ class Peers:
             TrainError: it cannot be reached.
         """
         try:
-            connection = socket.create_connection((host, port), timeout=timeout_s)
+            connection = self._sockets[0] = socket.create_connection((host, port), timeout=timeout_s)
+            connection.sendall(HELLO + f"{self.rank}\n".encode())
         except OSError as error:
             raise TrainError(f"rank {self.rank} of {self.size}: cannot reach rank 0 at {host}:{port} ({error.strerror or error})") from None
-        connection.sendall(HELLO + f"{self.rank}\n".encode())
-        self._sockets[0] = connection
 
     def start(self, *, timeout_s: float = 60.0) -> None:
         """Rank 0 takes the others' connections; then all watch in the background.
@@ -81,24 +82,48 @@ class Peers:
         self._thread.start()
 
     def _accept(self, timeout_s: float) -> None:
+        """Take one connection of each other rank. Whoever else connects (a port scanner, a health check) is closed and delays none."""
         assert self._listener is not None
+        self._listener.setblocking(False)
         until = time.monotonic() + timeout_s
-        while len(self._sockets) < self.size - 1:
-            self._listener.settimeout(max(0.1, until - time.monotonic()))
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
             try:
-                connection, _ = self._listener.accept()
-                connection.settimeout(5.0)
-                line = _line(connection)
-            except OSError:
-                if time.monotonic() > until:
-                    missing = sorted(set(range(1, self.size)) - set(self._sockets))
-                    raise TrainError(f"rank 0 of {self.size}: rank {missing[0]} did not connect in {timeout_s:.0f}s") from None
-                continue
-            if line.startswith(HELLO) and line[len(HELLO) :].isdigit():
-                self._sockets[int(line[len(HELLO) :])] = connection
-            else:
-                connection.close()  # not one of ours
+                while len(self._sockets) < self.size - 1:
+                    now = time.monotonic()
+                    if now >= until:
+                        missing = min(set(range(1, self.size)) - set(self._sockets))
+                        raise TrainError(f"rank 0 of {self.size}: rank {missing} did not connect in {timeout_s:.0f}s")
+                    for key, _ in selector.select(min(0.2, until - now)):
+                        if key.data is None:
+                            self._begin_greeting(selector)
+                        elif (line := key.data.read()) is not None:
+                            selector.unregister(key.fileobj)
+                            self._take(key.data.connection, line)
+                    for greeting in _greetings(selector):
+                        if time.monotonic() >= greeting.until:
+                            selector.unregister(greeting.connection)
+                            greeting.connection.close()
+            finally:
+                for greeting in _greetings(selector):
+                    greeting.connection.close()
         self._listener.close()
+
+    def _begin_greeting(self, selector: selectors.BaseSelector) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):  # gone again already
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            selector.register(connection, selectors.EVENT_READ, _Greeting(connection))
+
+    def _take(self, connection: socket.socket, line: bytes) -> None:
+        """Keep the connection if its greeting is that of a rank that is still missing."""
+        said = line.removeprefix(HELLO).strip()
+        rank = int(said) if line.startswith(HELLO) and line.endswith(b"\n") and said.isdigit() else 0
+        if 0 < rank < self.size and rank not in self._sockets:
+            self._sockets[rank] = connection
+        else:
+            connection.close()
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -158,6 +183,30 @@ class Peers:
             connection.close()
         if self._listener is not None:
             self._listener.close()
+
+
+class _Greeting:
+    """The first line of a connection, as far as it has come; ``until``: when it has to be whole."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.until, self._line = connection, time.monotonic() + GREETING_S, b""
+
+    def read(self) -> bytes | None:
+        """The line once it is over, be it whole, too long or cut off; None before. What follows it is left in the connection."""
+        try:
+            while not self._line.endswith(b"\n") and len(self._line) < GREETING_BYTES:
+                if not (more := self.connection.recv(1)):
+                    break
+                self._line += more
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+        return self._line
+
+
+def _greetings(selector: selectors.BaseSelector) -> list[_Greeting]:
+    return [key.data for key in selector.get_map().values() if key.data is not None]
 
 
 def _line(connection: object) -> bytes:
