@@ -22,6 +22,7 @@ from dflash_offline.watch.gpus import GpuReader
 from dflash_offline.watch.metrics import read_metrics
 
 _SHOWN_WARNINGS = 5
+_MADE = ("complete", "deleted")
 _STALE_S = 600.0  # a progress file that is older belongs to a process that is gone or hangs
 
 
@@ -123,7 +124,8 @@ def read_status(config: RunConfig) -> Status:
         for place, key in known
         if place.stage == "train" and key is not None and (row := last_metrics(layout.metrics(key))) is not None
     }
-    made = {(stage.name, stage.key): Path(stage.folder) / MANIFEST for stage in stages if stage.state == "complete" and stage.folder}
+    made: set[tuple[str, str | None]] = {(stage.name, stage.key) for stage in stages if stage.state in _MADE}
+    made |= {(name, None) for name in UNITS if all(stage.state in _MADE for stage in stages if stage.name == name)}
     telling = [process for process in processes if process.of_this_run and not _made_good(process, processes, made)]
     warnings += [f"{process.name}: {process.text}" for process in telling if process.failed]
     told = sorted((moment, process.name, text) for process in telling for moment, text in process.warnings)
@@ -203,16 +205,32 @@ def _is_of(process: Process, keys_of: dict[str, set[str | None]]) -> bool:
     return process.key is None or process.key in wanted or None in wanted
 
 
-def _made_good(process: Process, others: list[Process], made: dict[tuple[str, str | None], Path]) -> bool:
-    """Whether a process failed, and a later run of the same kind, or of the whole stage, did what it should have done."""
+def _made_good(process: Process, others: list[Process], made: set[tuple[str, str | None]]) -> bool:
+    """Whether a process failed, and what it should have done is done: by its stage, or by a later run of its kind.
+
+    ``made`` holds name and key of the stages that are complete; no key where all of that name are.
+    Which run was later is known on one host only: clocks of two differ. Of captures it says nothing: their key does not tell
+    the corpus, so the later one may have been that of another run file.
+    """
     if not process.failed:
         return False
-    manifest = made.get((process.stage, process.key))
-    if manifest is not None and manifest.exists() and manifest.stat().st_mtime > time.time() - process.age_s:
+    if (process.stage, process.key) in made:
         return True
-    kind = process.name.rstrip("0123456789")
-    later = [other for other in others if other.stage == process.stage and other.key == process.key and other.age_s < process.age_s]
-    return any(other.ended and not other.failed and other.text != "stopped" and other.name.rstrip("0123456789") == kind for other in later)
+    if process.stage == "capture":
+        return False
+    return any(
+        other.ended
+        and not other.failed
+        and other.text != "stopped"
+        and other.age_s < process.age_s
+        and (other.stage, other.key, other.host, _kind(other)) == (process.stage, process.key, process.host, _kind(process))
+        for other in others
+    )
+
+
+def _kind(process: Process) -> str:
+    """Its name without its number: ``train-``, ``train-partial-``."""
+    return process.name.rstrip("0123456789")
 
 
 def _seems_alive(process: Process) -> bool:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from terminal_screen import Terminal
 from dflash_offline.cli import main
 from dflash_offline.cli.following import number_text
 from dflash_offline.config import RunConfig
+from dflash_offline.keys import capture_key, corpus_key
 from dflash_offline.layout import Layout
 from dflash_offline.progress import sum_of_rates
 from dflash_offline.status import read_status
@@ -102,6 +104,35 @@ def test_an_error_is_shown_until_a_later_run_did_well(config: RunConfig) -> None
     tell(config, "train", "train-partial-0", text="training", ended=True, time=now - 50)
     told = read_status(config).warnings
     assert not any("too slow" in line or ": slow" in line for line in told) and any("of the full one" in line for line in told)
+
+
+def test_a_later_run_on_another_host_proves_nothing(config: RunConfig) -> None:
+    """Its clock may be ahead."""
+    now = time.time()
+    tell(config, "train", "train-0", text="error: too slow", ended=True, time=now - 90)
+    tell(config, "train", "train-0", below="node7", host="node7", text="training", ended=True, time=now - 50)
+    assert any("train-0: error: too slow" in line for line in read_status(config).warnings)
+    tell(config, "train", "train-1", text="training", ended=True, time=now - 50)
+    assert not any("too slow" in line for line in read_status(config).warnings)
+
+
+def test_an_error_of_capture_is_shown_until_this_corpus_is_captured(run_file: Callable[..., Path]) -> None:
+    """Two run files on one root share the key of their captures: one that did well may be that of the other corpus."""
+    config = RunConfig.load(run_file(4))
+    layout, key, now = Layout(config.root_dir), capture_key(config), time.time()
+    plan = layout.plan(key, corpus_key(config))
+    plan.parent.mkdir(parents=True)
+    plan.write_text(json.dumps({"parts": [{"name": "part-00001", "batches": [[0]], "tokens": 9}], "reused": ["part-00000"]}))
+    tell(config, "capture", "capture-0", text="error: out of memory", ended=True, time=now - 90, key=key)
+    tell(config, "capture", "capture-1", text="error: no key yet", ended=True, time=now - 90, key=None)
+    tell(config, "capture", "capture-2", text="part-00000 done", ended=True, time=now - 50, key=key)
+    for part in ("part-00000", "part-00001"):  # of the other corpus, which is complete; of this one
+        told = " ".join(read_status(config).warnings)
+        assert "capture-0: error: out of memory" in told and "capture-1: error: no key yet" in told
+        (layout.store(key) / part).mkdir(parents=True)
+        (layout.store(key) / part / "manifest.json").write_text("{}")
+    assert [stage.state for stage in read_status(config).stages if stage.name == "capture"] == ["complete"]
+    assert not any("error" in line for line in read_status(config).warnings)
 
 
 def test_watch_prints_again_until_ctrl_c_and_leaves_quietly(config: RunConfig, tmp_path: Path) -> None:
