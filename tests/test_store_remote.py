@@ -1,11 +1,13 @@
 """Hidden states in an object store: a real S3 server, real processes that are killed."""
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -354,6 +356,34 @@ def test_what_a_run_shares_with_others_is_said(scheme, bucket, run_file, folder)
     assert line.startswith(f"{config.store.location(key)} is written from {root} on ") and "NOT fine" in line
     with pytest.raises(StoreError, match="two roots must not write"):
         store.create_or_open(root, identity_here, url=config.store.location(key))
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("ftp://127.0.0.1:{port}/x", "the object store cannot be used ([Errno 111] Connection refused); check [store] url"),
+        ("zip://x", "the object store cannot be used ("),
+        ("http://127.0.0.1/x", "needs aiohttp, which is not installed (HTTPFileSystem requires "),
+    ],
+)
+def test_plan_goes_on_without_a_store_that_cannot_be_opened(url, reason, run_file, monkeypatch):
+    """fsspec connects to some kinds, and looks for the packages of all, as soon as the URL is opened."""
+    from click.testing import CliRunner
+
+    from dflash_offline.cli import main
+
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
+    monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "http", raising=False)
+    with socket.socket() as bound:  # nothing listens there
+        bound.bind(("127.0.0.1", 0))
+        url = url.format(port=bound.getsockname()[1])
+        found = CliRunner().invoke(main, ["plan", "--config", str(run_file(4, store={"url": url}))])
+    assert found.exit_code == 0, found.output
+    said = " ".join(found.stdout.split())
+    assert f"note: what else is below [store] url cannot be told: {url}/" in said and reason in said, said
+    if url.startswith("http"):
+        assert "`pip install 'fsspec[http]'`" in said
 
 
 @pytest.mark.parametrize("attributes", [[1], {"identity": None}])

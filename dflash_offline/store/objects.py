@@ -10,6 +10,7 @@ outage. One that never answered is not, so that a wrong endpoint or bucket is to
 
 import contextlib
 import datetime
+import importlib.metadata
 import os
 import re
 import socket
@@ -90,7 +91,7 @@ class Objects(ABC):
                 raise StoreError(f"{self.url}: there is no such bucket; create it, or mend [store] url") from None
             if isinstance(error, FileNotFoundError):
                 raise MissingObjectError(f"{where}: the object is missing") from None
-            line = re.sub(r"\?\S*|(?<=//)[^\s/@]*@", "", (text.strip().splitlines() or [type(error).__name__])[0])[:240].rstrip(" :")
+            line = re.sub(r"\?\S*|(?<=//)[^\s/@]*@", "", _first_line(error))[:240].rstrip(" :")
             kind = UnreachableError if _may_pass(error) else StoreError
             raise kind(
                 f"{where}: the object store cannot be used ({line}); check [store] url, credentials and endpoint of this environment"
@@ -155,20 +156,41 @@ def _may_pass(error: Exception) -> bool:
 
 
 def open_objects(url: str) -> Objects:
-    """The folder at ``url``. Nothing is asked of the store yet.
+    """The folder at ``url``. Nothing is made there, and nothing asked of the store yet, but by kinds of fsspec that connect at once.
 
     Raises:
-        StoreError: the package for this kind of URL is not installed, or the URL is none.
+        StoreError: the package for this kind of URL is not installed, the URL is none, or the store cannot be reached.
     """
     scheme = url.partition("://")[0]
     kind, package = (_Obstore, "obstore") if scheme in _OBSTORE else (_Fsspec, "fsspec")
     try:
         return kind(url.rstrip("/"))
     except ImportError as error:
-        extra = "dflash_offline[objectstore]" if package == "obstore" else error.name or f"the fsspec package for {scheme}://"
-        raise StoreError(f"{url}: needs {error.name or package}, which is not installed; `pip install '{extra}'`") from None
+        missing = _missing_module(error) or package
+        extra = "dflash_offline[objectstore]" if package == "obstore" else _to_install(scheme, missing)
+        why = "" if error.name else f" ({_first_line(error)})"  # fsspec knows all that its kind needs
+        raise StoreError(f"{url}: needs {missing}, which is not installed{why}; `pip install '{extra}'`") from None
     except ValueError as error:
-        raise StoreError(f"{url}: not a URL that obstore or fsspec opens ({str(error).splitlines()[0]})") from None
+        raise StoreError(f"{url}: not a URL that obstore or fsspec opens ({_first_line(error)})") from None
+
+
+def _missing_module(error: BaseException | None) -> str | None:
+    """Name of the module that an import did not find; fsspec's own error has none, the one it comes from does."""
+    while isinstance(error, ImportError) and error.name is None:
+        error = error.__cause__ or error.__context__
+    return error.name if isinstance(error, ImportError) else None
+
+
+def _to_install(scheme: str, missing: str) -> str:
+    """What brings the missing module: fsspec's own extra for this kind of URL, as modules and packages differ in name; or its name."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if scheme in (importlib.metadata.metadata("fsspec").get_all("Provides-Extra") or []):
+            return f"fsspec[{scheme}]"
+    return missing
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class _Obstore(Objects):
@@ -247,7 +269,13 @@ class _Fsspec(Objects):
         import fsspec.core
 
         super().__init__(url)
-        self._system, path = fsspec.core.url_to_fs(url)
+        try:
+            self._system, path = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError):
+            raise
+        except Exception:  # some kinds connect, or open a file, right here
+            with self._explained(""):
+                raise
         self._path = path.rstrip("/")
 
     def _at(self, name: str) -> str:
