@@ -358,6 +358,25 @@ def test_what_a_run_shares_with_others_is_said(scheme, bucket, run_file, folder)
         store.create_or_open(root, identity_here, url=config.store.location(key))
 
 
+@pytest.mark.parametrize("scheme", ["file", "local"])  # obstore; fsspec
+def test_plan_only_looks(scheme, run_file, folder):
+    config = RunConfig.load(run_file(4, store={"url": f"{scheme}://{folder}/not/yet"}))
+    assert shared(config) == [] and list(folder.iterdir()) == []
+    objects = open_objects(config.store.url)
+    assert objects.sizes() == {} and objects.folders() == [] and objects.sizes("part-00000") == {}
+    objects.delete(["nothing"])
+    with pytest.raises(MissingObjectError, match=f"{folder}/not/yet/nothing: the object is missing"):
+        objects.ranges("nothing", [(0, 1)])
+    assert list(folder.iterdir()) == []
+    assert objects.put("a b%20/ü~", b"it", create=True) and not objects.put("a b%20/ü~", b"other", create=True)
+    assert objects.get("a b%20/ü~") == b"it" and objects.sizes() == {"a b%20/ü~": 2} and objects.folders() == ["a b%20"]
+
+
+def test_a_url_of_a_folder_has_no_host():
+    with pytest.raises(StoreError, match="^file://data/x: a folder's URL has three slashes"):
+        open_objects("file://data/x")
+
+
 @pytest.mark.parametrize(
     ("url", "reason"),
     [

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from dflash_offline.errors import StoreDamagedError, StoreError
 
@@ -196,12 +197,18 @@ def _first_line(error: Exception) -> str:
 class _Obstore(Objects):
     def __init__(self, url: str):
         import obstore
-        from obstore.store import from_url
 
         super().__init__(url)
-        options: dict[str, Any] = {}
-        if not url.startswith("file:"):
-            options["retry_config"] = {"max_retries": _RETRIES, "retry_timeout": datetime.timedelta(seconds=_RETRY_S)}
+        self._library, self._store = obstore, None
+        self._options: dict[str, Any] = {}
+        self._folder: Path | None = None  # of a file:// URL
+        if url.startswith("file:"):
+            found = urlsplit(url)
+            if found.netloc not in ("", "localhost"):
+                raise StoreError(f"{url}: a folder's URL has three slashes, file:///FOLDER; mend [store] url")
+            self._folder = Path(unquote(found.path))
+            return
+        self._options["retry_config"] = {"max_retries": _RETRIES, "retry_timeout": datetime.timedelta(seconds=_RETRY_S)}
         if url.startswith("s3"):
             endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT", "")
             if endpoint:
@@ -209,48 +216,76 @@ class _Obstore(Objects):
                     raise StoreError(
                         f"{url}: the endpoint in this environment must be http://HOST or https://HOST, without user and password"
                     )
-                options["endpoint"] = endpoint
+                self._options["endpoint"] = endpoint
             if endpoint.startswith("http://"):
-                options["client_options"] = {"allow_http": True}
+                self._options["client_options"] = {"allow_http": True}
             if "AWS_ACCESS_KEY_ID" not in os.environ and (provider := _boto3_credentials()):
-                options["credential_provider"] = provider
-        elif url.startswith("file:"):
-            options["mkdir"] = True
+                self._options["credential_provider"] = provider
         with self._explained(""):
-            self._library, self._store = obstore, from_url(url, **options)
+            self._open(make=False)
+
+    _store: Any
+
+    def _open(self, *, make: bool) -> Any:
+        """The library's store. The folder of a file:// URL is opened when it is used first; with ``make`` it is made.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+        if self._store is None:
+            from obstore.store import from_url
+
+            if self._folder is None:
+                self._store = from_url(self.url, **self._options)
+            elif make or self._folder.exists():
+                self._store = from_url(self.url, mkdir=make)
+            else:
+                raise FileNotFoundError(self._folder)
+        return self._store
 
     def put(self, name: str, content: bytes | Path, *, create: bool = False) -> bool:
         if not create:
-            self._patiently(name, lambda: self._library.put(self._store, name, content, mode="overwrite"))
+            self._patiently(name, lambda: self._library.put(self._open(make=True), name, content, mode="overwrite"))
             return True
         with self._explained(name):  # once: a second one would find what the first one has made
             try:
-                self._library.put(self._store, name, content, mode="create")
+                self._library.put(self._open(make=True), name, content, mode="create")
             except (FileExistsError, self._library.exceptions.AlreadyExistsError):
                 return False
         return True
 
     def get(self, name: str) -> bytes:
-        return self._patiently(name, lambda: bytes(self._library.get(self._store, name).bytes()))
+        return self._patiently(name, lambda: bytes(self._library.get(self._open(make=False), name).bytes()))
 
     def ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Any]:
         starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
-        return self._patiently(name, lambda: list(self._library.get_ranges(self._store, name, starts=starts, ends=stops)))
+        return self._patiently(name, lambda: list(self._library.get_ranges(self._open(make=False), name, starts=starts, ends=stops)))
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         def read() -> dict[str, int]:
-            return {found["path"]: found["size"] for page in self._library.list(self._store, prefix or None) for found in page}
+            pages = self._library.list(self._open(make=False), prefix or None)
+            return {found["path"]: found["size"] for page in pages for found in page}
 
-        return self._patiently(prefix, read)
+        try:
+            return self._patiently(prefix, read)
+        except MissingObjectError:
+            if self._folder is None:
+                raise
+            return {}  # nothing was put there yet
 
     def folders(self) -> list[str]:
-        found = self._patiently("", lambda: self._library.list_with_delimiter(self._store))
+        try:
+            found = self._patiently("", lambda: self._library.list_with_delimiter(self._open(make=False)))
+        except MissingObjectError:
+            if self._folder is None:
+                raise
+            return []
         return [path.rstrip("/") for path in found["common_prefixes"]]
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
             with contextlib.suppress(MissingObjectError):
-                self._patiently(name, lambda name=name: self._library.delete(self._store, name))
+                self._patiently(name, lambda name=name: self._library.delete(self._open(make=False), name))
 
 
 def _boto3_credentials() -> Any:
