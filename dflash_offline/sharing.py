@@ -35,7 +35,7 @@ def _of_root(config: RunConfig) -> Iterator[str]:
             except DFlashError as error:
                 unread.append(str(error))
                 continue
-            found.append(f"{path.parent.parent.name} ({', '.join(name for name in mine if other.get(name) != mine[name])})")
+            found.append(f"{path.parent.parent.name} ({', '.join(_differing(mine, other)) or 'nothing'})")
     if found:
         yield (
             f"{layout.root} also holds {counted(len(found), 'store')} with another key, in brackets what differs: "
@@ -43,6 +43,11 @@ def _of_root(config: RunConfig) -> Iterator[str]:
         )
     if unread:
         yield f"{counted(len(unread), 'other store')} below {layout.root} cannot be read and is left out here: {_first(unread, '; ')}"
+
+
+def _differing(mine: dict[str, object], other: dict[str, object]) -> list[str]:
+    """Names of the fields that only one of them has, or that have another value there."""
+    return [name for name in {**mine, **other} if name not in mine or name not in other or mine[name] != other[name]]
 
 
 def _first(texts: list[str], separator: str) -> str:

@@ -425,6 +425,16 @@ def test_a_store_beside_it_that_cannot_be_read_is_left_out(attributes, run_file)
     assert f"cannot be read and is left out here: {group}: not valid (attribute" in said
 
 
+def test_fields_that_only_one_of_two_stores_has_are_named(run_file):
+    config = RunConfig.load(run_file(4))
+    mine = store_identity(config)
+    others = {"a": mine | {"of_later": None}, "b": {name: mine[name] for name in mine if name != "zstd"}, "c": mine}
+    for letter, other in others.items():
+        store.create_or_open(Layout(config.root_dir).store(letter * 16), other)
+    (line,) = shared(config)
+    assert f": {'a' * 16} (of_later), {'b' * 16} (zstd), {'c' * 16} (nothing); that is fine" in line
+
+
 def test_plan_says_what_is_shared_and_that_a_bucket_is_missing(bucket, run_file):
     from click.testing import CliRunner
 
