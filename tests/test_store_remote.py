@@ -526,6 +526,31 @@ def test_other_urls(scheme, folder):
         objects.get("index.json")
 
 
+@pytest.mark.parametrize("scheme", ["s3", "file", "local"])
+def test_a_file_here_that_cannot_be_put_is_named(scheme, bucket, folder):
+    objects = open_objects(bucket if scheme == "s3" else f"{scheme}://{folder}/there")
+    for create in (False, True):
+        with pytest.raises(StoreError, match=rf"^{folder}/gone: cannot be read \(No such file .*\), so {objects.url}/a/b is not written"):
+            objects.put("a/b", folder / "gone", create=create)
+    (folder / "here").write_bytes(b"it")
+    assert objects.put("a/b", folder / "here") and objects.sizes() == {"a/b": 2}
+
+
+def test_that_an_object_is_missing_is_an_answer(server, bucket, monkeypatch):
+    """A store that has said so is asked again through an outage, as one that gave something."""
+    for name, value in {"_RETRIES": 0, "FIRST_PAUSE_S": 0.1, "PATIENCE_S": 0.3}.items():
+        monkeypatch.setattr(objects_module, name, value)
+    objects = open_objects(bucket)
+    with pytest.raises(MissingObjectError):
+        objects.get("writer.json")
+    server.toggle()
+    try:
+        with pytest.raises(StoreError, match=r"it has not answered for \d+ s: run the same command"):
+            objects.get("writer.json")
+    finally:
+        server.toggle()
+
+
 def test_a_short_outage_is_waited_for(server, bucket, folder, monkeypatch, capsys):
     """The server goes away while samples are read, and comes again; then it stays away."""
     monkeypatch.setattr(objects_module, "FIRST_PAUSE_S", 0.2)

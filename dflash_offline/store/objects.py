@@ -19,7 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from dflash_offline.errors import StoreDamagedError, StoreError
@@ -98,6 +98,21 @@ class Objects(ABC):
                 f"{where}: the object store cannot be used ({line}); check [store] url, credentials and endpoint of this environment"
             ) from None
 
+    def _readable(self, name: str, content: bytes | Path) -> bytes | Path:
+        """``content``, if it is there to be put as ``name``: what the libraries say of a file here reads like a word of the store.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        if isinstance(content, Path):
+            try:
+                content.open("rb").close()
+            except OSError as error:
+                raise StoreError(
+                    f"{content}: cannot be read ({error.strerror}), so {self.url}/{name} is not written; run the same command again"
+                ) from None
+        return content
+
     def _patiently(self, name: str, act: Callable[[], Result]) -> Result:
         """Do what may be done twice, ``act``; an outage is waited for (see the module's docstring)."""
         while True:
@@ -106,6 +121,9 @@ class Objects(ABC):
                     result = act()
             except UnreachableError as error:
                 self._outage.wait(error)
+            except MissingObjectError:  # an answer too
+                self._outage.over()
+                raise
             else:
                 self._outage.over()
                 return result
@@ -245,14 +263,17 @@ class _Obstore(Objects):
 
     def put(self, name: str, content: bytes | Path, *, create: bool = False) -> bool:
         if not create:
-            self._patiently(name, lambda: self._library.put(self._open(make=True), name, content, mode="overwrite"))
+            self._patiently(name, lambda: self._put(name, content, "overwrite"))
             return True
         with self._explained(name):  # once: a second one would find what the first one has made
             try:
-                self._library.put(self._open(make=True), name, content, mode="create")
+                self._put(name, content, "create")
             except (FileExistsError, self._library.exceptions.AlreadyExistsError):
                 return False
         return True
+
+    def _put(self, name: str, content: bytes | Path, mode: Literal["create", "overwrite"]) -> None:
+        self._library.put(self._open(make=True), name, self._readable(name, content), mode=mode)
 
     def get(self, name: str) -> bytes:
         return self._patiently(name, lambda: bytes(self._library.get(self._open(make=False), name).bytes()))
@@ -327,7 +348,7 @@ class _Fsspec(Objects):
         return True
 
     def _put(self, name: str, content: bytes | Path) -> None:
-        path = self._at(name)
+        path, content = self._at(name), self._readable(name, content)
         self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
         if isinstance(content, Path):
             self._system.put_file(str(content), path)
