@@ -14,7 +14,7 @@ from dflash_offline.config import RunConfig
 from dflash_offline.errors import TrainError
 from dflash_offline.gpus import locked
 from dflash_offline.layout import Layout
-from dflash_offline.manifest import read_json, read_manifest
+from dflash_offline.manifest import read_json, read_manifest, write_manifest
 from dflash_offline.train import partial
 
 
@@ -42,6 +42,10 @@ def test_a_partial_drafter_is_its_own(tmp_path: Path, inputs: Path, tiny_target:
     assert manifest["steps"] == 2 and manifest["key"] == folder.name
     assert manifest["partial"] == {"full_key": full.name, "parts": ["part-00000"], "rows": 14}
     with pytest.raises(TrainError, match="a drafter was trained on the 1 part there is already"):
+        runs.train_here(run_file, partial=True)
+    full.mkdir(exist_ok=True)
+    write_manifest(full, kind="drafter", key=full.name)
+    with pytest.raises(TrainError, match=rf"{full}: the full drafter is trained already.*`dflash-offline evaluate`"):
         runs.train_here(run_file, partial=True)
 
 

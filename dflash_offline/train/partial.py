@@ -37,7 +37,7 @@ def choose(config: RunConfig, full_key: str) -> Partial:
     All ranks of a run get the same answer: the first to ask writes it down, under a lock.
 
     Raises:
-        TrainError: nothing is committed yet, or the parts there are have been trained on already.
+        TrainError: nothing is committed yet, the parts there are have been trained on already, or the full drafter has been trained.
     """
     from dflash_offline.store import committed_parts
 
@@ -46,6 +46,11 @@ def choose(config: RunConfig, full_key: str) -> Partial:
     drafters.mkdir(parents=True, exist_ok=True)
     with (drafters / ".partial.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if (layout.drafter(full_key) / MANIFEST).is_file():
+            raise TrainError(
+                f"{layout.drafter(full_key)}: the full drafter is trained already, so there is no need of one on some parts; "
+                "`dflash-offline evaluate` tries it"
+            )
         if begun := unfinished(drafters, full_key):
             return begun
         store = layout.store(keys.capture_key(config))
