@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,12 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
     """Write JSON whole (see ``write_bytes``)."""
-    write_bytes(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode(), durable=durable)
+    write_bytes(path, json_bytes(content), durable=durable)
+
+
+def json_bytes(content: Any) -> bytes:
+    """What ``write_json`` writes."""
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def read_json(path: Path) -> Any:
@@ -106,14 +111,21 @@ def digest(content: Any) -> str:
 
 
 def write_manifest(
-    folder: Path, *, kind: str, key: str, files: Iterable[str] | None = None, executor: Executor | None = None, **content: Any
+    folder: Path,
+    *,
+    kind: str,
+    key: str,
+    files: Iterable[str] | Mapping[str, list[Any]] | None = None,
+    executor: Executor | None = None,
+    **content: Any,
 ) -> dict[str, Any]:
     """Commit ``folder``: fsync and checksum its files, then write ``manifest.json`` last.
 
     Args:
         kind: what the folder is, for example ``"corpus"``.
         key: its content key (``keys.py``).
-        files: paths relative to the folder; None takes every file in it but what a killed ``write_bytes`` left.
+        files: paths relative to the folder; None takes every file in it but what a killed ``write_bytes`` left. A mapping
+            to ``[bytes, checksum]`` is of files that are durable and were compared already: they are not read again.
         executor: syncs and reads several files at a time.
         content: what else the manifest records, JSON values.
     """
@@ -122,8 +134,11 @@ def write_manifest(
         found = [path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST]
         left_over = {path for path in found if path.name.startswith(".") and path.name.endswith(_TEMPORARY)}
         files = sorted(path.relative_to(folder).as_posix() for path in found if path not in left_over)
-    names = list(files)
-    listed = dict(zip(names, (executor.map if executor else map)(_synced, (folder / name for name in names)), strict=True))
+    if isinstance(files, Mapping):
+        listed = dict(files)
+    else:
+        names = list(files)
+        listed = dict(zip(names, (executor.map if executor else map)(_synced, (folder / name for name in names)), strict=True))
     assert not {"kind", "key", "files", "environment", "digest"} & set(content), "names the manifest itself uses"
     # through JSON once, so that the digest is of what a reader will see (tuples, numbers as dictionary keys)
     manifest = json.loads(json.dumps({"kind": kind, "key": key, **content, "files": listed, "environment": environment()}))

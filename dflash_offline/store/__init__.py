@@ -12,6 +12,7 @@ Reading order::
     values         finite, not all zero, norms
     staging        encoding where a sample lies, codes to the CPU
     part_files     files of a part: shape, metadata, small arrays, manifest
+    read_back      every file of a part compared with what was written, before its manifest
     journal        what is safe of a part that is being written
     writer         PartWriter: resumable, committed whole
     parts          one committed part, opened

@@ -26,8 +26,34 @@ import xxhash
 from dflash_offline import manifest
 from dflash_offline.errors import DFlashError, StoreError
 
+
+class SpoolDamagedError(Exception):
+    """Spooled rows are not those that were noted; for the part's writer, which says it in the user's words."""
+
+    def __init__(self, path: Path, shard: int):
+        super().__init__(str(path))
+        self.path, self.shard = path, shard
+
+
 TEMPORARY = re.compile(r"\.[\w.]+\.\d+(-\d+)?\.tmp")  # what ``manifest.write_bytes`` leaves when it is killed
 SPEC, JOURNAL, SPOOL_SUFFIX = "spec.json", "journal.jsonl", ".spool"
+
+
+def unreadable(path: Path, error: OSError) -> StoreError:
+    """A read that failed, in one line; what cannot be read is made anew once it is deleted."""
+    return StoreError(
+        f"{error.filename or path}: cannot be read back ({error.strerror}); nothing was committed. Check the disk and run the same command "
+        "again; if the file stays unreadable, delete it, and it is made anew"
+    )
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 @dataclass
@@ -40,6 +66,9 @@ class Journal:
     tokens: int = 0
     samples: int = 0
     spooled: dict[str, int] = field(default_factory=dict)  # spool name -> bytes that are safe
+    pieces: dict[str, list[list[Any]]] = field(default_factory=dict)  # spool name -> [begin, end, checksum] of each shard
+    samples_after: list[int] = field(default_factory=list)  # samples that are whole after each shard
+    shard_files: list[set[str]] = field(default_factory=list)  # paths of each shard
     files: dict[str, list[Any]] = field(default_factory=dict)  # path in the part -> [bytes, checksum]
     statistics: dict[str, Any] = field(default_factory=dict)
 
@@ -69,8 +98,11 @@ class Journal:
                 entry = json.loads(line)
             except ValueError:
                 break  # cut by the kill
-            if not self._holds(entry):
-                break
+            try:
+                if not self._holds(entry):
+                    break
+            except OSError as error:
+                raise unreadable(self.partial, error) from error
             self._take(entry)
             good.append(line + b"\n")
         manifest.write_bytes(path, b"".join(good))
@@ -98,6 +130,10 @@ class Journal:
         self.shards += 1
         self.tokens, self.samples, self.statistics = entry["tokens"], entry["samples"], entry["statistics"]
         self.files |= entry["files"]
+        self.samples_after.append(entry["samples"])
+        self.shard_files.append(set(entry["files"]))
+        for name, piece in entry["spooled"].items():
+            self.pieces.setdefault(name, []).append(piece)
         self.spooled |= {name: end for name, (_, end, _) in entry["spooled"].items()}
 
     def append(
@@ -120,11 +156,32 @@ class Journal:
         manifest.fsync_folder(self.folder)
         self._take(entry)
 
+    def forget(self, shard: int) -> None:
+        """Drop a shard that turned out wrong, and those after it: the next writer goes on before it. Of no other use to this one."""
+        path = self.folder / JOURNAL
+        manifest.write_bytes(path, b"".join(line + b"\n" for line in path.read_bytes().split(b"\n")[:shard]))
+
     def spool(self, name: str, dtype: Any, row_shape: tuple[int, ...]) -> np.ndarray:
-        """The rows of one spool, memory-mapped, ``[rows, *row_shape]``."""
-        path, dtype = self.folder / (name + SPOOL_SUFFIX), np.dtype(dtype)
-        rows = self.spooled.get(name, 0) // (int(np.prod(row_shape)) * dtype.itemsize)
-        return np.memmap(path, dtype, "r", shape=(rows, *row_shape)) if rows else np.zeros((0, *row_shape), dtype)
+        """The rows of one spool, ``[rows, *row_shape]``, in memory and compared with what was noted of them.
+
+        Raises:
+            SpoolDamagedError: they differ, or are not there.
+        """
+        path, size = self.folder / (name + SPOOL_SUFFIX), self.spooled.get(name, 0)
+        for last in (False, True):  # what is misread once is no damage
+            content = _content(path) if size else b""
+            wrong = self._wrong_piece(name, memoryview(content))
+            if wrong is None:
+                return np.frombuffer(content[:size], dtype).reshape(-1, *row_shape)
+            if last:
+                raise SpoolDamagedError(path, wrong)
+        raise AssertionError
+
+    def _wrong_piece(self, name: str, content: memoryview) -> int | None:
+        for shard, (begin, end, checksum) in enumerate(self.pieces.get(name, [])):
+            if xxhash.xxh3_128(content[begin:end]).hexdigest() != checksum:
+                return shard
+        return None
 
     def clear(self) -> None:
         """Remove this part's unfinished files: only names that this module and the writer make.

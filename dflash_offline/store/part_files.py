@@ -14,20 +14,24 @@ T tokens, K taps, W values per token and tap, C token chunks of a shard.
       manifest.json                      written last
 """
 
+import contextlib
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from dflash_offline import manifest
 from dflash_offline.codecs import Codec, EncodedArray
 from dflash_offline.config import StoreConfig
+from dflash_offline.errors import StoreError
 from dflash_offline.store import schema
-from dflash_offline.store.journal import Journal
+from dflash_offline.store.journal import SPOOL_SUFFIX, Journal, SpoolDamagedError
+from dflash_offline.store.read_back import read_back, refuse_foreign_files
 from dflash_offline.store.shard_writing import write_shard
-from dflash_offline.store.shards import array_metadata, write_small
+from dflash_offline.store.shards import array_metadata, small_array
 
 SAMPLE = np.dtype([("sample_id", "<i8"), ("sha256", "u1", 32), ("bucket", "<i2"), ("tokens", "<i8")])  # a row of the spool
 
@@ -77,8 +81,8 @@ class PartShape:
         return chunks
 
 
-def write_metadata(folder: Path, codec: Codec, shape: PartShape) -> None:
-    """Group and array metadata; the same bytes each time, so a resumed writer just writes them again."""
+def metadata(codec: Codec, shape: PartShape) -> dict[str, bytes]:
+    """Group and array metadata, path in the part -> content; the same bytes each time, so they are just written again."""
     attributes = {
         "format_version": schema.FORMAT_VERSION,
         "codec": codec.name,
@@ -87,11 +91,9 @@ def write_metadata(folder: Path, codec: Codec, shape: PartShape) -> None:
         "row": "row j of a sample is its token j: id, loss mask and hidden states, not shifted",
         **codec.attributes,
     }
-    folder.mkdir(exist_ok=True)
-    manifest.write_json(folder / schema.GROUP_FILE, {"zarr_format": 3, "node_type": "group", "attributes": attributes}, durable=False)
+    files = {schema.GROUP_FILE: manifest.json_bytes({"zarr_format": 3, "node_type": "group", "attributes": attributes})}
     for array in codec.arrays:
-        (folder / array.name).mkdir(exist_ok=True)
-        metadata = array_metadata(
+        files[f"{array.name}/{schema.GROUP_FILE}"] = array_metadata(
             (shape.num_tokens, shape.num_taps, array.width),
             array.dtype,
             chunks=(shape.chunk_tokens, 1, array.width),
@@ -101,27 +103,86 @@ def write_metadata(folder: Path, codec: Codec, shape: PartShape) -> None:
             attributes=array.attributes,
             dimension_names=("token", "tap", "value"),
         )
-        manifest.write_bytes(folder / array.name / schema.GROUP_FILE, metadata, durable=False)
+    return files
 
 
-def write_small_arrays(folder: Path, codec: Codec, shape: PartShape, journal: Journal, executor: Executor | None) -> None:
-    """Make Zarr arrays of what the journal's spools hold, and of the codec's constants."""
-    samples = journal.spool("samples", SAMPLE, ())
-    for name, dtype in schema.TOKEN_ARRAYS.items():
-        write_small(folder / name, journal.spool(name, dtype, ()), ["token"])
-    write_small(folder / "sample_offsets", np.concatenate([[0], np.cumsum(samples["tokens"])]).astype(np.int64), ["sample_edge"])
-    write_small(folder / "sample_ids", samples["sample_id"].astype(np.int64), ["sample"])
-    write_small(folder / "sample_hashes", samples["sha256"], ["sample", "byte"])
-    write_small(folder / "buckets", samples["bucket"].astype(np.int16), ["sample"])
-    for name, constant in codec.constants.items():
-        write_small(folder / name, constant, ["tap", "channel"])
-    for array in codec.arrays:
-        if not array.bulk:
-            rows, chunks = journal.spool(array.name, array.dtype, (shape.num_taps, array.width)), shape.new_buffer(array)
-            shape.copy_rows(rows.swapaxes(0, 1), chunks, 0)
-            shape.clear_tail(chunks, len(rows))
-            path = folder / array.name / "c" / "0" / "0" / "0"
-            write_shard(path, chunks, shard_chunks=len(chunks), zstd=array.zstd, executor=executor)
+def write_files(folder: Path, files: dict[str, bytes]) -> dict[str, list[Any]]:
+    """Write small files, not yet durable; the commit sees to that. Returns path in the part -> [bytes, checksum]."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        manifest.write_bytes(path, content, durable=False)
+    return {name: [len(content), xxhash.xxh3_128(content).hexdigest()] for name, content in files.items()}
+
+
+def write_small_arrays(
+    folder: Path, codec: Codec, shape: PartShape, journal: Journal, executor: Executor | None
+) -> tuple[dict[str, list[Any]], np.ndarray]:
+    """Make Zarr arrays of what the journal's spools hold, and of the codec's constants.
+
+    Returns:
+        Path in the part -> [bytes, checksum] of what was written; the samples, ``SAMPLE`` ``[n]``.
+
+    Raises:
+        StoreError: spooled rows are not those that were noted; they are dropped from the journal.
+    """
+    try:
+        samples = journal.spool("samples", SAMPLE, ())
+        small = {
+            "sample_offsets": (np.concatenate([[0], np.cumsum(samples["tokens"])]).astype(np.int64), ["sample_edge"]),
+            "sample_ids": (samples["sample_id"].astype(np.int64), ["sample"]),
+            "sample_hashes": (samples["sha256"], ["sample", "byte"]),
+            "buckets": (samples["bucket"].astype(np.int16), ["sample"]),
+            **{name: (journal.spool(name, dtype, ()), ["token"]) for name, dtype in schema.TOKEN_ARRAYS.items()},
+            **{name: (constant, ["tap", "channel"]) for name, constant in codec.constants.items()},
+        }
+        files: dict[str, bytes] = {}
+        for name, (array, dimension_names) in small.items():
+            files |= small_array(name, array, dimension_names)
+        written = write_files(folder, files)
+        for array in codec.arrays:
+            if not array.bulk:
+                rows, chunks = journal.spool(array.name, array.dtype, (shape.num_taps, array.width)), shape.new_buffer(array)
+                shape.copy_rows(rows.swapaxes(0, 1), chunks, 0)
+                shape.clear_tail(chunks, len(rows))
+                name = f"{array.name}/c/0/0/0"
+                written[name] = list(write_shard(folder / name, chunks, shard_chunks=len(chunks), zstd=array.zstd, executor=executor))
+    except SpoolDamagedError as damage:
+        rows_named = _rows_of(journal, damage.shard)
+        journal.forget(damage.shard)
+        raise StoreError(
+            f"{damage.path}: {'differs from what was written' if damage.path.exists() else 'missing'}, which concerns {rows_named} of "
+            f"{folder.stem}; the part was not committed. Check the disk and run the same command again: it makes the part anew from "
+            f"shard {damage.shard} on"
+        ) from None
+    return written, samples
+
+
+def _rows_of(journal: Journal, shard: int) -> str:
+    """The samples with a token in a shard; of them those whose ids and mask do not fit their hash, if that tells them apart."""
+    try:
+        samples = journal.spool("samples", SAMPLE, ())
+    except SpoolDamagedError:
+        return f"the samples of shard {shard}"
+    first = journal.samples_after[shard - 1] if shard else 0
+    touched = range(first, min(journal.samples_after[shard] + 1, len(samples)))
+    wrong = []
+    with contextlib.suppress(OSError):
+        ids, mask = (np.fromfile(journal.folder / (name + SPOOL_SUFFIX), dtype) for name, dtype in schema.TOKEN_ARRAYS.items())
+        edges = [0, *np.cumsum(samples["tokens"]).tolist()]
+        wrong = [
+            i for i in touched if _row_hash(ids[edges[i] : edges[i + 1]], mask[edges[i] : edges[i + 1]]) != bytes(samples["sha256"][i])
+        ]
+    named = wrong if 0 < len(wrong) < len(touched) else touched
+    span = f"sample {named[0]}" if len(named) == 1 else f"samples {named[0]} to {named[-1]}"
+    rows = samples["sample_id"][list(named)]
+    return f"{span} (corpus row {rows[0]}{f' to {rows[-1]}' if len(named) > 1 else ''})"
+
+
+def _row_hash(input_ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
+    from dflash_offline.corpus import row_hash  # loads tokenizers; wanted for a message only
+
+    return row_hash(input_ids, loss_mask)
 
 
 def write_part_manifest(
@@ -135,18 +196,31 @@ def write_part_manifest(
     executor: Executor | None,
     **content: Any,
 ) -> None:
-    """Sync every file and folder of the part, read back what was written, then write the part's manifest."""
-    samples = journal.spool("samples", SAMPLE, ())
-    arrays = [path for path in folder.iterdir() if path.is_dir()]
-    files = sorted(str(path.relative_to(folder)) for array in arrays for path in array.rglob("*") if path.is_file())
-    for parent in {p for file in files for p in (folder / file).parents if p.is_relative_to(folder)}:
-        manifest.fsync_folder(parent)
-    written = manifest.write_manifest(
+    """Write all but the shards, which are there, read back every file, and only then the part's manifest.
+
+    The list of files comes from what the codec must have, never from what lies there.
+
+    Raises:
+        StoreError: a file is missing, differs from what was written, cannot be read, or is not the part's.
+    """
+    written = write_files(folder, metadata(codec, shape))
+    small, samples = write_small_arrays(folder, codec, shape, journal, executor)
+    expected = {**written, **small, **journal.files}
+    shards = range(-(-shape.num_tokens // shape.shard_tokens))
+    wanted = {f"{array.name}/c/{shard}/0/0" for array in codec.arrays if array.bulk for shard in shards}
+    if journal.files.keys() != wanted or len(samples) != shape.num_samples or samples["tokens"].sum() != shape.num_tokens:
+        journal.forget(0)
+        raise StoreError(
+            f"{journal.folder}: what it notes is not what {name} must hold, so it has been damaged; the part was not committed. "
+            "Check the disk and run the same command again: it makes the part anew"
+        )
+    refuse_foreign_files(folder, expected)
+    read_back(folder, expected, journal, executor=executor)
+    manifest.write_manifest(
         folder,
         kind=schema.PART_KIND,
         key=manifest.digest(identity),
-        files=[schema.GROUP_FILE, *files],
-        executor=executor,
+        files=dict(sorted(expected.items())),
         name=name,
         codec=codec.name,
         constants=codec.constants_digest,
@@ -157,5 +231,3 @@ def write_part_manifest(
         sample_ids=[int(samples["sample_id"].min()), int(samples["sample_id"].max())],
         **content,
     )
-    changed = [file for file, expected in journal.files.items() if written["files"][file] != expected]
-    assert not changed, f"{folder}: {changed} differ from what was written"

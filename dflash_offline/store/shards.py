@@ -62,13 +62,13 @@ def array_metadata(
     return memory["zarr.json"].to_bytes()
 
 
-def write_small(folder: Path, array: np.ndarray, dimension_names: Sequence[str]) -> None:
-    """Write a whole one-chunk array with its metadata. Not synced; the commit does that."""
-    path = folder.joinpath("c", *["0"] * array.ndim)
-    path.parent.mkdir(parents=True, exist_ok=True)
+def small_array(name: str, array: np.ndarray, dimension_names: Sequence[str]) -> dict[str, bytes]:
+    """The files of a whole one-chunk array, its metadata among them: path from the part's folder -> content."""
     raw = np.ascontiguousarray(array).tobytes()
-    path.write_bytes(raw + crc32c(raw))
-    (folder / "zarr.json").write_bytes(array_metadata(array.shape, array.dtype.name, dimension_names=dimension_names))
+    return {
+        "/".join([name, "c", *["0"] * array.ndim]): raw + crc32c(raw),
+        f"{name}/zarr.json": array_metadata(array.shape, array.dtype.name, dimension_names=dimension_names),
+    }
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ T tokens, K taps, H hidden size.
 1. ``append`` encodes each sample where it lies (``staging``) and collects the codes in the buffer of the current shard.
 2. A full shard is written by a thread, synced, and noted in the journal (``journal``); the next one fills meanwhile,
    so at most two are in memory; three with more ``threads`` than one, when two are written at the same time.
-3. ``commit`` writes the small arrays and the manifest (``part_files``), syncs, lists the part in the store's index and
+3. ``commit`` writes the small arrays, reads every file back, writes the manifest (``part_files``), lists the part in the store's index and
    renames ``part-00012.partial`` to ``part-00012``. Killed anywhere in between, the same calls finish the work.
 
 One process at a time writes a part (a lock on ``.part-00012.lock``); a shard has one writer, ever.
@@ -26,15 +26,16 @@ import torch
 from dflash_offline import manifest
 from dflash_offline.codecs import ChannelStatistics, Codec, make_codec
 from dflash_offline.config import StoreConfig
-from dflash_offline.errors import StoreBusyError, StoreError, StoreFullError
+from dflash_offline.errors import DFlashError, StoreBusyError, StoreError, StoreFullError
 from dflash_offline.store import schema
 from dflash_offline.store.journal import Journal
-from dflash_offline.store.part_files import SAMPLE, PartShape, write_metadata, write_part_manifest, write_small_arrays
+from dflash_offline.store.part_files import SAMPLE, PartShape, metadata, write_files, write_part_manifest
 from dflash_offline.store.remote import Remote
 from dflash_offline.store.shard_writing import write_shard
 from dflash_offline.store.staging import Piece, Stager
 from dflash_offline.store.values import Norms, check_values
 
+_SMALL_FILES_BYTES = 1 << 16  # on the disk, of a part's metadata and manifest
 _STAGED = 16  # pieces of samples from a GPU that may wait to be placed; their slots bound them first
 
 
@@ -98,6 +99,8 @@ class PartWriter:
             if self.remote is not None and not self.already_committed:
                 self.remote.begin(self.name)
                 self._upload(self.journal.files)
+            if not self.already_committed and self._found and self.journal.tokens == self.shape.num_tokens:
+                self.commit(self._found["extra"])
             self._resources = resources.pop_all()
         return self
 
@@ -120,8 +123,9 @@ class PartWriter:
         resources.callback(lambda: path.unlink(missing_ok=True))
 
     def _recover(self) -> None:
+        self._found: dict[str, Any] | None = None
         if not (self.target / manifest.MANIFEST).exists() and (self.partial / manifest.MANIFEST).exists():
-            self._publish()  # killed between manifest and rename
+            self._take_manifest()
         if (self.target / manifest.MANIFEST).exists():
             self.journal.clear()
             self.already_committed = True
@@ -133,7 +137,7 @@ class PartWriter:
                 f"{self.target}: exists without a manifest, so it is no part of this store; move it away and run the same command again"
             )
         self.journal.start(self._spec())
-        write_metadata(self.partial, self.codec, self.shape)
+        write_files(self.partial, metadata(self.codec, self.shape))
         samples = self.journal.spool("samples", SAMPLE, ())
         self.resume_sample = self._appended = self._samples = len(samples)
         self._position = self._handed_over = self.journal.tokens  # tokens placed; tokens in shards that are written or being written
@@ -145,6 +149,21 @@ class PartWriter:
         self._staged: deque[Future] = deque()
         self._written: deque[tuple[Future, list[np.ndarray]]] = deque()  # shards being written, and the memory they lie in
         self._failed = False
+
+    def _take_manifest(self) -> None:
+        """Of a writer that was killed between manifest and rename.
+
+        One that the index lists was checked, and its shards may be in the object store alone: the part is given its name.
+        Any other is not believed: it is removed, and the part is compared with the journal and committed again.
+        """
+        listed = schema.read_index(self.root)["parts"].get(self.name, {}).get("manifest")
+        with contextlib.suppress(DFlashError):
+            self._found = manifest.read_manifest(self.partial, kind=schema.PART_KIND)
+        if self._found is not None and self._found["digest"] == listed:
+            self._publish()
+            return
+        (self.partial / manifest.MANIFEST).unlink()
+        manifest.fsync_folder(self.partial)
 
     def _spec(self) -> dict[str, Any]:
         """What makes one unfinished part another: with a changed one it is begun afresh."""
@@ -322,7 +341,6 @@ class PartWriter:
                 self._finish_shard()
             self._wait_for_shards(leave=0)
             self._buffers = None
-            write_small_arrays(self.partial, self.codec, self.shape, self.journal, self._compressor)
             write_part_manifest(
                 self.partial,
                 self.journal,
@@ -365,7 +383,8 @@ class PartWriter:
         except (OSError, StoreFullError) as error:
             if isinstance(error, StoreFullError) or manifest.disk_is_full(error):
                 finished = self.journal.tokens if hasattr(self, "journal") else 0
-                needed = (self.shape.num_tokens - finished) * self.codec.token_bytes
+                needed = (self.shape.num_tokens - finished) * self.codec.token_bytes + _SMALL_FILES_BYTES
+                needed += sum(self.journal.spooled.values()) if hasattr(self, "journal") else 0  # they become arrays at the end
                 raise StoreFullError(
                     f"{self.partial}: the disk is full; this part needs up to {needed:,} bytes more. "
                     "Make space and run the same command again: what is finished is kept"
