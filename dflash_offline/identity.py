@@ -19,7 +19,7 @@ import xxhash
 
 from dflash_offline import demo
 from dflash_offline.config import DEMO_MODEL, RunConfig
-from dflash_offline.errors import ConfigError, CorpusError, DFlashError, TargetError
+from dflash_offline.errors import ConfigError, CorpusError, DFlashError, ExportError, TargetError
 from dflash_offline.gguf import find_gguf, gguf_config
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import checksum, digest, read_json, write_json
@@ -62,7 +62,21 @@ def start_folder(config: RunConfig) -> Path | None:
         TargetError: there is neither such a folder nor such a model in the hub cache.
     """
     name = config.drafter.init_from
-    return None if name is None else _local_folder(config, name, f"{config.where('drafter')} init_from = {name!r}")
+    return None if name is None else exported_folder(_local_folder(config, name, f"{config.where('drafter')} init_from = {name!r}"))
+
+
+def exported_folder(folder: Path) -> Path:
+    """Where an export's ``config.json`` is: ``folder``, or its only subfolder with one (``export --output`` makes one for each form).
+
+    Raises:
+        ExportError: several subfolders have one.
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    found = sorted(path.parent for path in folder.glob("*/config.json"))
+    if len(found) > 1:
+        raise ExportError(f"{folder}: no config.json, but several folders with one; name one of {', '.join(map(str, found))}")
+    return found[0] if found else folder
 
 
 def start_identity(config: RunConfig) -> list[Any]:

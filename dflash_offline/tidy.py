@@ -15,7 +15,7 @@ from dflash_offline.config import RunConfig
 from dflash_offline.errors import DFlashError
 from dflash_offline.inputs import stdin_name
 from dflash_offline.layout import Layout
-from dflash_offline.manifest import MANIFEST
+from dflash_offline.manifest import MANIFEST, read_json
 
 if TYPE_CHECKING:
     from dflash_offline.store import Remote
@@ -86,6 +86,13 @@ def reset_plan(config: RunConfig, stage: str) -> list[Removal]:
     return [Removal(f"{stage} of {config.source.name}", there, sum(map(_size, there)))] if there else []
 
 
+def _full_key(folder: Path) -> str:
+    """Of the full drafter, where the one in ``folder`` was trained on some parts (``train --partial``); else ""."""
+    from dflash_offline.train.partial import MARK
+
+    return read_json(folder / MARK)["full_key"] if (folder / MARK).is_file() else ""
+
+
 def prune_plan(configs: list[RunConfig], *, store: bool = False, checkpoints: bool = False) -> list[Removal]:
     """Every key folder under the root that none of the run files leads to.
 
@@ -117,7 +124,12 @@ def prune_plan(configs: list[RunConfig], *, store: bool = False, checkpoints: bo
             if entry.is_symlink() or not entry.is_dir() or not _KEY.fullmatch(entry.name) or entry.name in needed[kind]:
                 continue
             if any((entry / mark).exists() for mark in marks):
-                removals.append(Removal(f"{kind[:-1] if kind != 'corpora' else 'corpus'} of another key", [entry], _size(entry)))
+                what = f"{kind[:-1] if kind != 'corpora' else 'corpus'} of another key"
+                if kind == "drafters" and (full := _full_key(entry)) in needed[kind]:
+                    if not (parent / full / MANIFEST).is_file():
+                        continue
+                    what = "drafter of some parts, whose full one is trained"
+                removals.append(Removal(what, [entry], _size(entry)))
     streams = [path for path in layout.inputs.glob("stdin-*") if _STREAM.fullmatch(path.name)] if not layout.inputs.is_symlink() else []
     if older := sorted(path for path in streams if path.name != stdin_name(layout)):
         removals.append(Removal("standard input of earlier runs", older, sum(map(_size, older))))

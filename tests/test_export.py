@@ -335,6 +335,36 @@ def test_reading_others_folders(tmp_path: Path) -> None:
     assert set(read.tensors) == set(tensor_shapes(drafter.shape)) and "the target's own" in read.notes[0]
 
 
+def test_a_folder_is_read_from_its_only_subfolder(tmp_path: Path) -> None:
+    """``export --output DIR`` makes DIR/speculators."""
+    folder, drafter = written(tmp_path / "out" / "speculators", form="speculators")
+    read = read_drafter(tmp_path / "out", num_target_layers=6)
+    assert (read.folder, read.form, read.shape) == (folder, "speculators", drafter.shape)
+    other, _ = written(tmp_path / "out" / "zlab")
+    with pytest.raises(ExportError, match=rf"out: no config.json, but several folders with one; name one of {folder}, {other}$"):
+        read_drafter(tmp_path / "out", num_target_layers=6)
+
+
+def test_what_training_wrote_is_read_and_converted(tmp_path: Path) -> None:
+    drafter = Drafter(make_shape())
+    tensors = {name: tensor.detach().clone() for name, tensor in drafter.state_dict().items()}
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "shape.json").write_text(json.dumps(drafter.shape.to_dict()))
+    save_file(tensors, folder / "model.safetensors")
+    read = read_drafter(folder)
+    assert (read.form, read.shape) == ("trained", drafter.shape)
+    assert all(torch.equal(read.tensors[name], tensor) for name, tensor in tensors.items())
+    for form in ("zlab", "speculators"):
+        checks = convert(folder, tmp_path / form, form=form, target=TARGET)
+        assert all(check.passed for check in checks)
+        again = read_drafter(tmp_path / form, num_target_layers=drafter.shape.num_target_layers)
+        assert again.shape == drafter.shape and torch.equal(again.tensors["fc.weight"], tensors["fc.weight"].to(torch.bfloat16))
+    (folder / "shape.json").write_text("{}")
+    with pytest.raises(ExportError, match="shape.json: .*no shape of a trained drafter"):
+        read_drafter(folder)
+
+
 def test_unreadable_folders(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="no config.json"):
         read_drafter(tmp_path)

@@ -12,9 +12,11 @@ import training_runs as runs
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.errors import TrainError
+from dflash_offline.export import read_drafter
 from dflash_offline.gpus import locked
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import read_json, read_manifest, write_manifest
+from dflash_offline.tidy import prune_plan
 from dflash_offline.train import partial
 
 
@@ -41,12 +43,19 @@ def test_a_partial_drafter_is_its_own(tmp_path: Path, inputs: Path, tiny_target:
     manifest = read_manifest(folder, kind="drafter")
     assert manifest["steps"] == 2 and manifest["key"] == folder.name
     assert manifest["partial"] == {"full_key": full.name, "parts": ["part-00000"], "rows": 14}
+    read = read_drafter(folder / "drafter")
+    assert read.form == "trained" and read.shape.to_dict() == read_json(folder / "drafter" / "shape.json")
+    config = RunConfig.load(run_file)
+    assert folder not in [path for removal in prune_plan([config]) for path in removal.paths]
     with pytest.raises(TrainError, match="a drafter was trained on the 1 part there is already"):
         runs.train_here(run_file, partial=True)
     full.mkdir(exist_ok=True)
     write_manifest(full, kind="drafter", key=full.name)
     with pytest.raises(TrainError, match=rf"{full}: the full drafter is trained already.*`dflash-offline evaluate`"):
         runs.train_here(run_file, partial=True)
+    assert [removal.what for removal in prune_plan([config]) if folder in removal.paths] == [
+        "drafter of some parts, whose full one is trained"
+    ]
 
 
 def test_a_stopped_run_goes_on_with_its_parts(tmp_path: Path, inputs: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,10 @@ _drafter_option = click.option(
 @click.option("--drafter", metavar="NAME", help="Which of [[drafters]], where the run file has several.")
 @click.option("--step", type=int, help="Export the checkpoint of this step.")
 @click.option(
-    "--from", "source", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Convert this exported folder, byte for byte."
+    "--from",
+    "source",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Convert this exported folder, byte for byte (or write what train --partial made).",
 )
 @click.option(
     "--output",

@@ -216,7 +216,7 @@ def evaluate_folder(
     read = read_drafter(drafter_folder, num_target_layers=facts(target_folder, trust_remote_code=trust_remote_code).num_layers)
     for note in read.notes:
         say(f"{drafter_folder}: {note}")
-    warn_about_template(drafter_folder, chat_template_kwargs or {}, say=say)
+    warn_about_template(read.folder, chat_template_kwargs or {}, say=say)
     decoder = load_decoder(
         target_folder, read.shape, read.tensors, device=chosen, dtype=dtype, trust_remote_code=trust_remote_code, where=str(drafter_folder)
     )

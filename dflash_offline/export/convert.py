@@ -13,7 +13,7 @@ from dflash_offline.export.writing import write_folder
 def convert(
     source: Path | str, destination: Path | str, *, form: Format, target: TargetInfo | None = None, num_target_layers: int | None = None
 ) -> list[Check]:
-    """Write the drafter in ``source`` to ``destination`` in the other format.
+    """Write the drafter in ``source`` to ``destination`` in the other format, or what training wrote in either.
 
     Args:
         form: the format to write.
@@ -35,7 +35,7 @@ def convert(
     if target is None:
         target = read.target
     if form == "speculators" and not target.name:
-        raise ExportError(f"{source}: a z-lab folder does not name its target, which the speculators format needs; name it")
+        raise ExportError(f"{source}: it does not name its target, which the speculators format needs; name it")
     shape: DrafterShape = read.shape
     write_folder(destination, form=form, shape=shape, target=target, tensors=read.tensors)
     checks = check_folder(destination, form=form, shape=shape, target=target, source=read.tensors)

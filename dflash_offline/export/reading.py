@@ -9,7 +9,7 @@ import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from dflash_offline.drafter import DrafterShape
 from dflash_offline.errors import DFlashError, ExportError
 from dflash_offline.export.formats import ARCHITECTURE, Format, TargetInfo, tensor_shapes
-from dflash_offline.identity import default_layer_ids, text_config
+from dflash_offline.identity import default_layer_ids, exported_folder, text_config
 from dflash_offline.manifest import read_json
 
 # what speculators before 0.9.0 saved of the target itself; every reader takes these from the target
@@ -31,7 +31,7 @@ class ExportedDrafter:
     """A folder as read.
 
     Attributes:
-        form: ``"zlab"`` or ``"speculators"``.
+        form: ``"zlab"`` or ``"speculators"``; ``"trained"``: no export yet, float32 weights beside ``shape.json``.
         shape: all sizes; ``target_layer_ids`` are z-lab ids whatever the form.
         tensors: the ``11 n + 3`` of ``tensor_shapes``, as stored.
         target: what the folder says about the target; its name may be empty.
@@ -39,7 +39,7 @@ class ExportedDrafter:
     """
 
     folder: Path
-    form: Format
+    form: Format | Literal["trained"]
     shape: DrafterShape
     tensors: dict[str, torch.Tensor]
     target: TargetInfo
@@ -47,7 +47,7 @@ class ExportedDrafter:
 
 
 def read_drafter(folder: Path | str, *, num_target_layers: int | None = None) -> ExportedDrafter:
-    """Read a z-lab or speculators folder.
+    """Read a z-lab or speculators folder, or the only such subfolder; or what training wrote (``drafters/KEY/drafter``).
 
     Args:
         num_target_layers: layers of the target, which a speculators folder does not say; when left out it is read
@@ -56,7 +56,9 @@ def read_drafter(folder: Path | str, *, num_target_layers: int | None = None) ->
     Raises:
         ExportError: it cannot be read, or is not a drafter this project can run (the text says why).
     """
-    folder = Path(folder)
+    folder = exported_folder(Path(folder))
+    if (folder / "shape.json").is_file() and not (folder / "config.json").is_file():
+        return _read_trained(folder)
     config = _read_config(folder)
     tensors = read_tensors(folder)
     form: Format = "speculators" if "speculators_model_type" in config else "zlab"
@@ -72,6 +74,17 @@ def read_drafter(folder: Path | str, *, num_target_layers: int | None = None) ->
         tensors = {name: tensor for name, tensor in tensors.items() if name not in _TARGETS_OWN}
     check_tensors(folder, tensors, shape)
     return ExportedDrafter(folder, form, shape, tensors, target, tuple(notes))
+
+
+def _read_trained(folder: Path) -> ExportedDrafter:
+    path = folder / "shape.json"
+    try:
+        shape = DrafterShape.from_dict(read_json(path))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ExportError(f"{path}: {type(error).__name__}: {error}; this is no shape of a trained drafter") from None
+    tensors = read_tensors(folder)
+    check_tensors(folder, tensors, shape)
+    return ExportedDrafter(folder, "trained", shape, tensors, TargetInfo("", [], None, None, None))
 
 
 def check_fits(drafter: DrafterShape, *, where: str, hidden_size: int, vocab_size: int, num_layers: int) -> None:
