@@ -42,6 +42,11 @@ class Removal:
     paths: list[Path]
     size_bytes: int
 
+    @property
+    def urls(self) -> list[str]:
+        """Of the stores in an object store whose objects go too."""
+        return [store.url for path in self.paths for store in _remote_stores(path)]
+
 
 def _size(path: Path) -> int:
     if path.is_symlink() or path.is_file():

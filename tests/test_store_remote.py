@@ -488,8 +488,25 @@ def test_pruning_a_store_deletes_its_objects_and_no_others(bucket, folder):
     stored = sum(entry["bytes"] for entry in json.loads(objects.get("index.json"))["parts"].values())
     objects.put("part-00000/notes.txt", b"foreign")
     assert tidy._size(root.parent) > stored > 0
+    assert tidy.Removal("store", [root.parent], 0).urls == [bucket]
     tidy.remove([tidy.Removal("store", [root.parent], 0)])
     assert list(objects.sizes()) == ["part-00000/notes.txt"] and not root.parent.exists()
+
+
+def test_what_goes_from_the_bucket_is_named_before_the_question(bucket, run_file):
+    from click.testing import CliRunner
+
+    from dflash_offline.cli import main
+
+    config = RunConfig.load(path := run_file(4, store={"url": bucket}))
+    key = capture_key(config)
+    store.create_or_open(Layout(config.root_dir).store(key), store_identity(config), url=config.store.location(key))
+    named = f"the objects of this store below {config.store.location(key)}"
+    asked = CliRunner().invoke(main, ["reset", "capture", "--config", str(path)], input="n\n")
+    assert f"remove {named}\nRemove these (" in asked.output and asked.exit_code == 1
+    path = run_file(4, store={"url": bucket, "codec": "bf16"})
+    asked = CliRunner().invoke(main, ["prune", "--config", str(path)], input="n\n")
+    assert f"with them go {named}\nDelete 1 of these" in asked.output and asked.exit_code == 1
 
 
 def test_pruning_leaves_what_another_root_wrote(bucket, folder):

@@ -10,6 +10,10 @@ from dflash_offline.figures import bytes_text
 _STAGES = ("regenerate", "corpus", "capture", "train", "export", "evaluate", "report")
 
 
+def _objects(url: str) -> str:
+    return f"the objects of this store below {url}"
+
+
 @click.command()
 @click.argument("stage", type=click.Choice(_STAGES))
 @config_option
@@ -31,6 +35,8 @@ def reset(stage: str, config: Path | None, drafter: str | None, yes: bool) -> No
     for removal in removals:
         for path in removal.paths:
             click.echo(f"remove {path}")
+        for url in removal.urls:
+            click.echo(f"remove {_objects(url)}")
     size = sum(removal.size_bytes for removal in removals)
     if not yes:
         click.confirm(f"Remove these ({bytes_text(size)}) so that {stage} runs again?", abort=True)
@@ -58,12 +64,14 @@ def prune(
     removals = prune_plan(runs, store=with_store, checkpoints=checkpoints)
     size = sum(removal.size_bytes for removal in removals)
     if as_json:
-        echo_json([{"what": r.what, "paths": [str(path) for path in r.paths], "bytes": r.size_bytes} for r in removals])
+        echo_json([{"what": r.what, "paths": [str(path) for path in r.paths], "urls": r.urls, "bytes": r.size_bytes} for r in removals])
     elif not removals:
         click.echo("nothing to delete")
     else:
         rows = [[removal.what, path, bytes_text(removal.size_bytes)] for removal in removals for path in removal.paths]
         table(None, ["what", "path", "bytes"], rows, right=(2,))
+        for url in (url for removal in removals for url in removal.urls):
+            click.echo(f"with them go {_objects(url)}")
     if dry_run or not removals:
         return
     if not yes:
