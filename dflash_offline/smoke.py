@@ -1,5 +1,6 @@
 """A run file on a few conversations, through the whole chain: the same target, GPUs, shapes and settings."""
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -11,7 +12,8 @@ from typing import Any
 
 from dflash_offline import keys
 from dflash_offline.config import DEMO_MODEL, RunConfig
-from dflash_offline.errors import CorpusError, ProcessError
+from dflash_offline.errors import CorpusError, DFlashError, ProcessError
+from dflash_offline.figures import counted
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import digest, read_json
 from dflash_offline.reference import toml_key, toml_text
@@ -30,15 +32,26 @@ def run_smoke(config: RunConfig, *, rows: int, steps: int, keep: bool, say: Call
         keep: leave the folder of the smoke run; it is kept anyway when the run fails.
 
     Raises:
+        DFlashError: the run file cannot be used; no folder is left that was not there.
         ProcessError: the run failed.
     """
     folder = config.root_dir / "smoke"
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     corpus = folder / "conversations.jsonl"
-    taken = take_rows(config, rows, corpus)
     path = folder / "run.toml"
-    path.write_text(reduced_run_file(config, corpus=corpus, rows=taken, steps=steps), encoding="utf-8")
-    say(f"{taken} conversations, at most {steps} steps, in {folder}")
+    try:
+        taken = take_rows(config, rows, corpus)
+        path.write_text(reduced_run_file(config, corpus=corpus, rows=taken, steps=steps), encoding="utf-8")
+    except DFlashError:
+        if made:
+            corpus.unlink(missing_ok=True)
+        for each in made:
+            with contextlib.suppress(OSError):  # another command put something there meanwhile
+                each.rmdir()
+        raise
+    goes = "" if keep else "; what is said to lie there is deleted at the end, --keep leaves it"
+    say(f"{counted(taken, 'conversation')}, at most {counted(steps, 'step')}, in {folder}{goes}")
     begin = time.monotonic()
     command = [sys.executable, "-m", "luigi", "--module", "pipelines", "DFlashAll", "--config", str(path)]
     status = subprocess.run(command, check=False).returncode

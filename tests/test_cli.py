@@ -266,6 +266,9 @@ def test_smoke_says_when_there_is_no_conversation(run_file: Callable[..., Path],
     (tmp_path / "corpus.jsonl").write_text("\n\n")
     with pytest.raises(CorpusError, match="hold no conversation"):
         smoke.take_rows(config, 10, tmp_path / "c.jsonl")
+    with pytest.raises(CorpusError, match="hold no conversation"):
+        smoke.run_smoke(config, rows=10, steps=2, keep=False, say=print)
+    assert not config.root_dir.exists(), "no empty folder is left"
 
 
 @pytest.mark.parametrize("value", [1, 1.5, True, 'a"b\n', ["x", 2], {"k": [1]}, {"a.b c": "é 😀"}, {}, 123_456_789])
