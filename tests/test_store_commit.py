@@ -237,3 +237,18 @@ def test_a_manifest_that_is_not_yet_listed_is_not_believed(case, undisturbed, be
         part.commit({"replica": 1})
     assert_as_undisturbed(begun, undisturbed)
     assert manifest.read_json(begun / "part-00000" / "manifest.json")["extra"] == {"replica": 0 if at_once else 1}
+
+
+def test_a_listed_part_whose_shards_are_in_an_object_store_only_gets_its_name():
+    """Killed right before the rename: nothing is left here to make the part anew from, and nothing needs to be."""
+    samples = hashed_rows()
+    with folder_in_memory() as folder:
+        root = folder / "here" / "s"
+        store.create_or_open(root, identity(), url=(folder / "there").as_uri())
+        write_part(root, "part-00000", samples)
+        assert not any(path.is_file() for path in root.glob("part-00000/high/c/**/*"))
+        (root / "part-00000").rename(root / "part-00000.partial")
+        with writer(root, "part-00000", samples) as part:
+            assert part.already_committed
+        with store.HiddenStateStore(root) as opened:
+            assert store.verify(root) == [] and same_bits(opened[7].hidden_states(), samples[7].hidden)
