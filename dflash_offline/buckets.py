@@ -147,9 +147,11 @@ def bucket_table(lengths: np.ndarray, edges: Sequence[int], *, tokens_per_batch:
         tokens = int(lengths[buckets == b].sum())
         padded = tokens if packed else sum(int(lengths[batch[0]]) * len(batch) for batch in batches)
         share, waste = 100 * len(batches) / max(1, total), 100 * (1 - tokens / padded) if padded else 0.0
+        rows = int((buckets == b).sum())
+        batches_word, rows_word = "batch" if len(batches) == 1 else "batches", "row" if rows == 1 else "rows"
         lines.append(
-            f"Bucket {b} [{low:>{width}},{high:>{width}}): {len(batches):>6} batches ({share:>5.1f}%)"
-            f" {int((buckets == b).sum()):>8} rows {count_text(tokens):>7} tokens  padding {waste:>4.1f}%"
+            f"Bucket {b} [{low:>{width}},{high:>{width}}): {len(batches):>6} {batches_word:<7} ({share:>5.1f}%)"
+            f" {rows:>8} {rows_word:<4} {count_text(tokens):>7} tokens  padding {waste:>4.1f}%"
         )
     return lines
 

@@ -25,7 +25,7 @@ from dflash_offline.buckets import packed_batches, padded_batches
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.storage import Corpus
 from dflash_offline.errors import DFlashError, StoreError, TargetError
-from dflash_offline.figures import count_text
+from dflash_offline.figures import count_text, counted
 from dflash_offline.gpus import visible
 from dflash_offline.manifest import read_json, write_json
 
@@ -103,11 +103,11 @@ class CapturePlan:
         return sum(part.tokens for part in self.parts)
 
     def summary(self) -> str:
-        """One line: ``Capture plan: 5190 rows, 3.1M tokens, in 12 new parts, packed; 4 parts are reused``."""
+        """One line: ``Capture plan: 5,190 rows, 3.1M tokens, in 12 new parts, packed; 4 parts are reused``."""
         reused = f"; {len(self.reused)} part{'s are' if len(self.reused) != 1 else ' is'} reused" if self.reused else ""
         new = f"{len(self.parts)} new part{'s' if len(self.parts) != 1 else ''}"
         how = "packed" if self.packed else f"padded ({self.why_padded})" if self.why_padded else "padded"
-        return f"Capture plan: {self.num_rows} rows, {count_text(self.num_tokens)} tokens, in {new}, {how}{reused}"
+        return f"Capture plan: {counted(self.num_rows, 'row')}, {count_text(self.num_tokens)} tokens, in {new}, {how}{reused}"
 
 
 def bytes_per_token(config: RunConfig) -> float:

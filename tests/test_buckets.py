@@ -33,9 +33,10 @@ def test_edges_belong_to_the_bucket_above() -> None:
 def test_table_has_the_documented_shape() -> None:
     lengths = np.array([1000] * 40 + [100] * 7 + [8192])
     lines = bucket_table(lengths, EDGES, tokens_per_batch=8192)
-    assert lines[0].startswith("Bucket 0 [   0, 770):      1 batches ( 14.3%)        7 rows     700 tokens  padding  0.0%")
+    assert lines[0].startswith("Bucket 0 [   0, 770):      1 batch   ( 14.3%)        7 rows     700 tokens  padding  0.0%")
     assert lines[1].startswith("Bucket 1 [ 770,1216):      5 batches ( 71.4%)       40 rows   40.0K tokens")
     assert lines[3].startswith("Bucket 3 [1728,2432):      0 batches (  0.0%)        0 rows")
+    assert "      1 batch   ( 14.3%)        1 row     8.2K tokens" in lines[5]
     assert len(lines) == 6
 
 

@@ -66,6 +66,9 @@ def test_acceptance_length_is_pooled_and_z_labs_mean_stands_beside_it() -> None:
     total = overall({"a": found, "b": found | {"acceptance_length": 1.0, "speedup": None}})
     assert total["acceptance_length"] == (14 / 6 + 1) / 2 and total["speedup"] == found["speedup"] and total["steps"] == 12
     assert any("2.333" in line for line in table({"a": found}, total))
+    one = summarise(prompts[:1], None, [], block_size=4)
+    assert one["acceptance_length"] == 4.0 and one["interval"] is None, "one prompt says nothing about others"
+    assert table({"a": one}, total)[1].split()[:4] == ["a", "4.000", "-", "4.000"]
     nothing = summarise([[response(0, [])]], None, [], block_size=4)
     assert nothing["acceptance_length"] is None and nothing["interval"] is None
     json.dumps(nothing, allow_nan=False)

@@ -16,7 +16,7 @@ from dflash_offline.corpus.storage import Corpus, CorpusWriter
 from dflash_offline.corpus.template import FIXED_DATE, ChatTemplate, load_source, template_digest
 from dflash_offline.corpus.workers import available_cores, run_ordered
 from dflash_offline.errors import CorpusError, StoreFullError
-from dflash_offline.figures import count_text
+from dflash_offline.figures import count_text, counted
 from dflash_offline.manifest import MANIFEST, disk_is_full, write_manifest
 from dflash_offline.progress import Progress
 from dflash_offline.regenerate.parts import answer_files
@@ -215,7 +215,7 @@ def summary(content: dict[str, Any], lengths: np.ndarray, *, tokens_per_batch: i
     """What preparing prints: counts that add up, mask, bucket table."""
     counts = content["counts"]
     lines = [
-        f"Read {counts['records']} conversations from {counts['files']} file{'s' if counts['files'] > 1 else ''}: "
+        f"Read {counted(counts['records'], 'conversation')} from {counted(counts['files'], 'file')}: "
         f"{counts['conversations']} used, {counts['rejected']} rejected"
     ]
     for reason, count in content["rejected"].items():
@@ -225,9 +225,10 @@ def summary(content: dict[str, Any], lengths: np.ndarray, *, tokens_per_batch: i
     methods = ", ".join(f"{method} {count}" for method, count in content["mask_methods"].items())
     share = 100 * counts["supervised_tokens"] / counts["tokens"]
     lines.append(
-        f"{counts['rows']} rows, {count_text(counts['tokens'])} tokens, {share:.1f}% supervised (answers by mask method: {methods}); "
-        f"{counts['truncated_rows']} answers without end marker; {counts['heldout_rows']} rows held out; "
-        f"{counts['duplicate_rows']} duplicates"
+        f"{counted(counts['rows'], 'row')}, {count_text(counts['tokens'])} tokens, {share:.1f}% supervised "
+        f"(answers by mask method: {methods}); "
+        f"{counted(counts['truncated_rows'], 'answer')} without end marker; {counted(counts['heldout_rows'], 'row')} held out; "
+        f"{counted(counts['duplicate_rows'], 'duplicate')}"
     )
     lines.extend(bucket_table(lengths, content["bucket_edges"], tokens_per_batch=tokens_per_batch, packed=packed))
     return lines

@@ -18,6 +18,7 @@ from dflash_offline.evaluate.run import Loop, Say, require_lossless, run_dataset
 from dflash_offline.evaluate.summary import number, overall, table
 from dflash_offline.export.reading import read_drafter
 from dflash_offline.export.stage import load_trained, renew_cards
+from dflash_offline.figures import counted
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import read_json, write_json, write_manifest
 from dflash_offline.precision import DTYPES
@@ -127,7 +128,7 @@ def run_files(
         progress.update(done=done, total=total, text=name, force=True)
         results[name] = run_dataset(loop, tokenizer, prompts, name=name, say=progress.say, on_prompt=count, **options)
         length, steps = results[name]["acceptance_length"], results[name]["steps"]
-        progress.say(f"{name}: acceptance length {number(length)} over {steps} steps, {len(prompts)} prompts")
+        progress.say(f"{name}: acceptance length {number(length)} over {counted(steps, 'step')}, {counted(len(prompts), 'prompt')}")
     return results
 
 
@@ -175,8 +176,9 @@ def report_lines(results: dict[str, Any]) -> list[str]:
             "A CPU shows no speed-up: a block costs it as much as its tokens one by one. Acceptance lengths are the same everywhere."
         )
     elif results["datasets"]:
-        batches = " and ".join(str(size) for size in sorted({result["batch"] for result in results["datasets"].values()}))
-        lines.append(f"Speeds are those of {batches} prompts at once, with and without the drafter.")
+        *others, most = sorted({result["batch"] for result in results["datasets"].values()})
+        batches = " and ".join([*map(str, others), counted(most, "prompt")])
+        lines.append(f"Speeds are those of {batches} at once, with and without the drafter.")
     return lines
 
 

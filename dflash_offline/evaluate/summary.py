@@ -19,13 +19,13 @@ BOOTSTRAP_SAMPLES = 2000
 def bootstrap_interval(
     tokens: Sequence[int], steps: Sequence[int], *, samples: int = BOOTSTRAP_SAMPLES, seed: int = 0
 ) -> list[float] | None:
-    """95 % interval of pooled tokens / steps when prompts are drawn anew, with replacement; None without a step.
+    """95 % interval of pooled tokens / steps when prompts are drawn anew, with replacement; None without a step or of one prompt.
 
     Args:
         tokens, steps: totals of each prompt, all its turns together (turns of one prompt are not independent).
     """
     tokens_, steps_ = np.asarray(tokens, dtype=float), np.asarray(steps, dtype=float)
-    if steps_.sum() == 0:
+    if steps_.sum() == 0 or len(steps_) < 2:  # one prompt says nothing about others
         return None
     drawn = np.random.default_rng(seed).integers(0, len(steps_), size=(samples, len(steps_)))
     totals = steps_[drawn].sum(1)
@@ -106,16 +106,20 @@ def number(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None else format(value, form)
 
 
+def span(interval: Sequence[float] | None, form: str = ".3f") -> str:
+    """An interval for a table; ``-`` where there is none."""
+    return "-" if interval is None else f"{interval[0]:{form}} to {interval[1]:{form}}"
+
+
 def table(datasets: dict[str, dict[str, Any]], total: dict[str, Any]) -> list[str]:
     """Lines of the evaluation table for a terminal."""
     rows = [("data set", "accept length", "95 % interval", "z-lab mean", "tokens/s", "alone", "speed-up", "draft", "verify", "as greedy")]
     for name, r in datasets.items():
-        low, high = r["interval"] or (None, None)
         checked = r["identical"] + r["near_ties"] + r["different"]
         same = f"{r['identical']} of {checked}" + (f", {r['near_ties']} near-ties" if r["near_ties"] else "") if checked else "not checked"
         speeds = (number(r["tokens_per_s"], ".1f"), number(r["baseline_tokens_per_s"], ".1f"), number(r["speedup"], ".2f"))
         shares = (number(r["draft_share"], ".0%"), number(r["verify_share"], ".0%"))
-        lengths = (number(r["acceptance_length"]), f"{number(low)} to {number(high)}", number(r["acceptance_length_zlab_mean"]))
+        lengths = (number(r["acceptance_length"]), span(r["interval"]), number(r["acceptance_length_zlab_mean"]))
         rows.append((name, *lengths, *speeds, *shares, same))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -69,8 +69,8 @@ def model_card(
         lines += ["| data set | acceptance length | 95 % interval | prompts |", "|---|---|---|---|"]
         for name, result in datasets.items():
             if result["acceptance_length"] is not None:
-                low, high = result["interval"]
-                lines.append(f"| {name} | {result['acceptance_length']:.2f} | {low:.2f} to {high:.2f} | {result['prompts']} |")
+                interval = "-" if result["interval"] is None else "{:.2f} to {:.2f}".format(*result["interval"])
+                lines.append(f"| {name} | {result['acceptance_length']:.2f} | {interval} | {result['prompts']} |")
         lines += ["", "Emitted tokens per verify step of the real draft-and-verify loop, greedy, pooled over a data set.", ""]
     else:
         lines += ["Not measured when this folder was written.", ""]

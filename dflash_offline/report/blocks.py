@@ -73,12 +73,12 @@ def evaluation_section(facts: Facts) -> list[Block]:
         return [*blocks, Text("No prompt files were named in [evaluate] prompts.")]
     rows = []
     for name, found in datasets.items():
-        low, high = (found.get("interval") or [None, None])[:2]
+        interval = found.get("interval")
         rows.append(
             [
                 name,
                 number(found["acceptance_length"], ".3f"),
-                f"{number(low, '.3f')} to {number(high, '.3f')}",
+                "-" if interval is None else "{:.3f} to {:.3f}".format(*interval),
                 number(found.get("acceptance_length_zlab_mean"), ".3f"),
                 number(found.get("prompts")),
                 number(found.get("tokens")),

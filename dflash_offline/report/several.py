@@ -41,14 +41,13 @@ def ranking_section(config: RunConfig, ranked: list[Ranked], facts: dict[str, Fa
     rows = []
     for rank, one in enumerate(ranked, 1):
         found = facts[one.name]
-        low, high = one.interval or (None, None)
         speedup = (found.evaluation.get("overall") or {}).get("speedup")
         rows.append(
             [
                 rank,
                 one.name,
                 number(one.length, ".3f"),
-                f"{number(low, '.3f')} to {number(high, '.3f')}",
+                "-" if one.interval is None else "{:.3f} to {:.3f}".format(*one.interval),
                 number(one.replay, ".3f"),
                 number(speedup, ".2f"),
                 number(found.drafter.get("steps")),
