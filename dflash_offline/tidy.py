@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _KEY = re.compile(r"[0-9a-f]{16}")
 _STREAM = re.compile(r"stdin-[0-9a-f]{32}")
 # folder under the root -> what marks an entry of it as ours
-_OURS: dict[str, set[str]] = {
+STAGE_FOLDERS: dict[str, set[str]] = {
     "regenerations": {MANIFEST, "plan.json", "parts"},
     "corpora": {MANIFEST, "input_ids.bin"},
     "captures": {"hidden_states.zarr", "plans", "leases"},
@@ -123,7 +123,7 @@ def prune_plan(configs: list[RunConfig], *, store: bool = False, checkpoints: bo
         "reports": {keys.report_key(config) for config in configs},
     }
     removals = []
-    for kind, marks in _OURS.items():
+    for kind, marks in STAGE_FOLDERS.items():
         parent = layout.root / kind
         for entry in sorted(parent.iterdir()) if parent.is_dir() and not parent.is_symlink() else []:
             if entry.is_symlink() or not entry.is_dir() or not _KEY.fullmatch(entry.name) or entry.name in needed[kind]:

@@ -329,6 +329,8 @@ def test_export_forms_and_back(own_command: Command, tmp_path: Path) -> None:
     assert read_manifest(zlab.parent.parent)["digest"] == before, "the run's own export stays"
     assert "no checkpoint of step 77" in own_command("export", "--step", 77, "--output", tmp_path / "x", status=1).output
     own_command("export", "--format", "zlab", status=2)
+    inside = own_command("export", "--format", "zlab", "--output", zlab.parent.parent, status=2).output
+    assert "lies in the run's own root" in inside and read_manifest(zlab.parent.parent)["digest"] == before
 
 
 def test_evaluate_any_prompt_file(command: Command, tmp_path: Path) -> None:

@@ -150,6 +150,15 @@ def test_watch_prints_again_until_ctrl_c_and_leaves_quietly(config: RunConfig, t
         shown.close()
 
 
+def test_every_without_watch_is_refused(config: RunConfig) -> None:
+    from click.testing import CliRunner
+
+    from dflash_offline.cli import main
+
+    refused = CliRunner().invoke(main, ["status", "--every", "1", "--config", str(config.source)])
+    assert refused.exit_code == 2 and "--every goes with --watch" in refused.output
+
+
 def test_watch_as_json_is_one_line_a_look(config: RunConfig) -> None:
     command = [sys.executable, "-m", "dflash_offline.cli", "status", "--config", str(config.source), "--watch", "--json", "--every", "0.2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

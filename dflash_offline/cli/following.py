@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 @config_option
 @json_option
 @click.option("--watch", is_flag=True, help="Print again every few seconds until Ctrl-C; with --json, one line each time.")
-@click.option("--every", type=click.FloatRange(min=0.2), default=3.0, show_default=True, help="Seconds between two looks of --watch.")
-def status(config: Path | None, as_json: bool, watch: bool, every: float) -> None:
+@click.option("--every", type=click.FloatRange(min=0.2), help="Seconds between two looks of --watch; 3 when left out.")
+def status(config: Path | None, as_json: bool, watch: bool, every: float | None) -> None:
     """Where the run stands: stages, parts, processes, GPUs, rates. From any terminal or host that sees the root."""
     from dflash_offline.status import read_status
 
+    if every is not None and not watch:
+        raise click.UsageError("--every goes with --watch")
     run = load_run(config)
     try:
         while True:
@@ -38,7 +40,7 @@ def status(config: Path | None, as_json: bool, watch: bool, every: float) -> Non
                 _print_status(found)
             if not watch:
                 return
-            time.sleep(every)
+            time.sleep(3.0 if every is None else every)
     except KeyboardInterrupt:
         if not watch:
             raise

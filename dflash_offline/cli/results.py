@@ -38,17 +38,19 @@ def export(config: Path | None, form: str | None, drafter: str | None, step: int
     """Write the drafter in the form that servers load, and check what was written."""
     if (step is not None or form is not None or source is not None) and output is None:
         raise click.UsageError("name a folder with --output DIR: the run's own export is what the run file says")
+    run = load_run(config)
+    if output is not None and _in_the_run(output, run):
+        raise click.UsageError(f"--output {output} lies in the run's own root {run.root_dir}; name a folder outside it")
     if source is not None:
         if form is None or step is not None or drafter is not None:
             raise click.UsageError("--from needs --format, and takes neither --step nor --drafter")
-        _convert(source, output, form, config)
+        _convert(source, output, form, run)
         return
     from dflash_offline import keys
     from dflash_offline.export import export as run_export
     from dflash_offline.layout import Layout
     from dflash_offline.progress import Progress
 
-    run = load_run(config)
     run = run if drafter is None else run.for_drafter(drafter)
     key = keys.export_key(run)
     if step is None:
@@ -59,13 +61,22 @@ def export(config: Path | None, form: str | None, drafter: str | None, step: int
         click.echo(folder)
 
 
-def _convert(source: Path, output: Path | None, form: Any, config: Path | None) -> None:
+def _in_the_run(output: Path, run: "RunConfig") -> bool:
+    """Whether a folder lies in the root; where the run file lies there too (root "."), in a folder of a stage."""
+    from dflash_offline.tidy import STAGE_FOLDERS
+
+    root, output = run.root_dir.resolve(), output.resolve()
+    if run.source.resolve().is_relative_to(root):
+        return any(output.is_relative_to(root / name) for name in STAGE_FOLDERS)
+    return output.is_relative_to(root)
+
+
+def _convert(source: Path, output: Path | None, form: Any, run: "RunConfig") -> None:
     from dflash_offline.export import convert
     from dflash_offline.export.stage import target_info
     from dflash_offline.target import facts
 
     assert output is not None
-    run = load_run(config)
     folder = _target_folder(run)
     checks = convert(source, output, form=form, target=target_info(run, folder), num_target_layers=facts(folder).num_layers)
     click.echo(f"{output}: {len(checks)} of {len(checks)} conformance checks passed")
