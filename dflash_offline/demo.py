@@ -65,6 +65,11 @@ def model_config() -> dict[str, Any]:
     }
 
 
+def is_converted() -> bool:
+    """Whether the converted model lies there, whole."""
+    return (converted_folder() / _MARK).is_file()
+
+
 def ensure_converted() -> Path:
     """Convert the GGUF once, under a lock (30-60 s), and return the folder.
 
@@ -75,7 +80,7 @@ def ensure_converted() -> Path:
         TargetError: the package is not installed, the two packages that read GGUF are missing, or the disk is full.
     """
     folder = converted_folder()
-    if (folder / _MARK).is_file():
+    if is_converted():
         return folder
     source = find_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +90,7 @@ def ensure_converted() -> Path:
         except OSError:
             print(f"waiting for another process that converts the demo model to {folder}", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / _MARK).is_file():
+        if not is_converted():
             print(f"converting the demo model once, to {folder}", flush=True)
             partial = folder.with_name(folder.name + ".partial")
             shutil.rmtree(partial, ignore_errors=True)

@@ -81,10 +81,12 @@ def estimate(
         train_tokens_per_s: of all ranks of a drafter together; the newest training under this root when left out.
 
     Raises:
-        DFlashError: target or corpus cannot be read.
+        DFlashError: target or corpus cannot be read, or training would refuse a drafter.
     """
+    from dflash_offline.drafter import check_drafters
     from dflash_offline.plan import num_replicas
 
+    check_drafters(config)
     layout, warnings = Layout(config.root_dir), []
     found = _corpus(config, layout, sample)
     left_tokens, left_rows = found.tokens - found.captured_tokens, found.rows - found.captured_rows

@@ -86,6 +86,23 @@ def run(run_file: Callable[..., Path]) -> Callable[..., Run]:
     return lambda rows=24, **sections: Run(run_file(rows, **sections))
 
 
+@pytest.mark.parametrize("drafter", [{"mask_token_id": 999_999}, {"num_attention_heads": 3}])
+def test_a_drafter_that_cannot_be_trained_is_refused_by_plan_and_by_capture(run_file: Callable[..., Path], drafter: dict[str, int]) -> None:
+    """Also where corpus and plan are there already, made for another drafter."""
+    from click.testing import CliRunner
+
+    from dflash_offline.cli import main
+
+    made = Run(run_file(8))
+    wrong = Run(run_file(8, drafter=drafter))
+    assert wrong.plan_path == made.plan_path
+    error, name = wrong.start().communicate()[1], next(iter(drafter))
+    assert error.startswith("error: ") and error.count("\n") == 1 and name in error
+    assert not wrong.store_path.exists()
+    planned = CliRunner().invoke(main, ["plan", "--config", str(wrong.path)])
+    assert (planned.exit_code, planned.stderr) == (1, error) and planned.stdout == ""
+
+
 def same_content(a: dict[bytes, torch.Tensor], b: dict[bytes, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 

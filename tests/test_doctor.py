@@ -78,6 +78,22 @@ def test_what_training_and_evaluation_would_refuse(tmp_path: Path, tiny_target: 
     assert bad["drafter"].advice and bad["prompts"].advice
 
 
+def test_drafters_of_the_demo_model_are_looked_at_once_it_is_converted(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_offline import demo
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write_run_file(tmp_path, model=tiny_target, files=[tmp_path / "none.jsonl"], drafter={"mask_token_id": 999_999})
+    path.write_text(path.read_text().replace(str(tiny_target), "demo:smollm2"))
+    config = RunConfig.load(path)
+    assert "drafter" not in {check.name for check in machine.drafters(config)}, "nothing is converted for a look"
+    demo.converted_folder().parent.mkdir(parents=True)
+    demo.converted_folder().symlink_to(tiny_target)
+    found = {check.name: check for check in machine.drafters(config)}
+    assert found["drafter"].level == "fail" and "mask_token_id = 999999" in found["drafter"].found
+
+
 def test_gpus_by_nvidia_smi(nvidia_smi: Path, config: RunConfig) -> None:
     first, second = GpuReader().read()
     assert (first.gpu, first.uuid, first.busy, first.used_bytes) == ("0", "GPU-aa", 0.97, 70000 << 20)

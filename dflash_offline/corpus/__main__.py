@@ -2,10 +2,9 @@
 
 import argparse
 
-from dflash_offline import identity, keys
+from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.preparation import prepare
-from dflash_offline.errors import DFlashError
 from dflash_offline.layout import Layout
 from dflash_offline.plan import make_plan
 from dflash_offline.progress import Progress
@@ -18,14 +17,9 @@ def prepare_corpus(config: RunConfig, arguments: argparse.Namespace, progress: P
     if arguments.strict:  # in no key: it changes whether a corpus is made, not which
         config = config.model_copy(update={"corpus": config.corpus.model_copy(update={"strict": True})})
     corpus = prepare(config, layout.corpus(arguments.key), arguments.key, progress)
-    # what training would refuse is refused here, before any GPU time is spent on capture; imported late for torch's sake
-    from dflash_offline.drafter import planned_shape
+    from dflash_offline.drafter import check_drafters  # late for torch's sake
 
-    for each in config.each_drafter():
-        try:
-            planned_shape(each, identity.model_folder(config))
-        except DFlashError as error:
-            raise type(error)(f"[[drafters]] {each.name}: {error}" if each.name else str(error)) from None
+    check_drafters(config)
     capture_key = keys.capture_key(config)
     plan = make_plan(config, corpus, layout.store(capture_key), layout.plan(capture_key, arguments.key))
     progress.say(plan.summary())

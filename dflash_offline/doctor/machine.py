@@ -67,12 +67,12 @@ def target(config: RunConfig) -> Iterator[Check]:
 
 def drafters(config: RunConfig) -> Iterator[Check]:
     """What training and evaluation would refuse: the shape of each drafter, and the prompt files."""
-    from dflash_offline import identity
+    from dflash_offline import demo, identity
 
     folder = None
     with contextlib.suppress(DFlashError):  # then ``target`` has said so
         folder = identity.target_folder(config)
-    if folder is not None and config.target.model != DEMO_MODEL:
+    if folder is not None and (config.target.model != DEMO_MODEL or demo.is_converted()):
         from dflash_offline.drafter import planned_shape
 
         for each in config.each_drafter():

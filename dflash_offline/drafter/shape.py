@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_offline.config import RunConfig
-from dflash_offline.errors import ConfigError, TargetError
+from dflash_offline.errors import ConfigError, DFlashError, TargetError
 
 # Their angles depend on the length of the sequence in flight, which a slot of a packed micro-batch does not know.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -126,6 +126,22 @@ def planned_shape(config: RunConfig, target_folder: Path) -> DrafterShape:
 
         start_tensors(config, shape)  # what does not fit is said wherever a shape is planned: before anything is captured
     return shape
+
+
+def check_drafters(config: RunConfig) -> None:
+    """Refuse what training would refuse of any drafter of a run file; every command asks before it takes a GPU's time.
+
+    Raises:
+        DFlashError: as ``planned_shape``, with the entry of ``[[drafters]]`` where there are several.
+    """
+    from dflash_offline import identity
+
+    folder = identity.model_folder(config)
+    for each in config.each_drafter():
+        try:
+            planned_shape(each, folder)
+        except DFlashError as error:
+            raise type(error)(f"[[drafters]] {each.name}: {error}" if each.name else str(error)) from None
 
 
 def rope_of_target(parameters: dict[str, Any]) -> dict[str, Any]:
