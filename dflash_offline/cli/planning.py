@@ -1,8 +1,9 @@
 """``doctor`` looks at the machine, ``plan`` at what a run will cost, before any GPU second."""
 
 import dataclasses
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,12 +30,27 @@ def doctor(config: Path | None, as_json: bool) -> None:
         raise SystemExit(1)
 
 
+class _Rate(click.FloatRange):
+    """A number above 0; neither infinite nor nan, which passes every comparison of a range."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        rate = float(super().convert(value, param, ctx))
+        if not math.isfinite(rate):
+            self.fail(f"{value} is no rate; give a number above 0.", param, ctx)
+        return rate
+
+
 @click.command()
 @config_option
 @json_option
 @click.option("--sample", type=click.IntRange(min=1), default=2000, show_default=True, help="Conversations tokenised for the estimate.")
-@click.option("--capture-tokens-per-s", type=float, help="Rate of one replica; measured parts of this root when left out.")
-@click.option("--train-tokens-per-s", type=float, help="Rate of all ranks of a drafter together; the last run of this root when left out.")
+@click.option("--capture-tokens-per-s", type=_Rate(), help="Rate of one replica; measured parts of this root when left out.")
+@click.option(
+    "--train-tokens-per-s", type=_Rate(), help="Rate of all ranks of a drafter together; the last run of this root when left out."
+)
 @click.option("--force", is_flag=True, help="Exit with 0 even if the disk is too small.")
 def plan(
     config: Path | None,
