@@ -202,6 +202,22 @@ def test_plan_names_idle_gpus_and_times(run_file: Callable[..., Path]) -> None:
     assert "3 GPUs wait during capture and 5 during training" in found["warnings"][0]
 
 
+@pytest.mark.parametrize("option", ["--capture-tokens-per-s", "--train-tokens-per-s"])
+def test_plan_takes_no_rate_that_is_none(option: str) -> None:
+    for value in ("-5", "0", "nan", "inf"):
+        assert option in run("plan", option, value, status=2).stderr
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_the_store_is_read(tmp_path: Path) -> None:
+    for plot, message in (
+        ("x.txt", "svg, png, pdf"),
+        ("x", "svg, png, pdf"),
+        ("absent/x.svg", f"there is no folder {tmp_path / 'absent'}"),
+    ):
+        error = run("stats", "--store", "s3://nowhere/none", "--plot", str(tmp_path / plot), status=1).stderr
+        assert error.startswith(f"error: --plot {tmp_path / plot}: ") and message in error and error.count("\n") == 1
+
+
 def test_bytes_of_the_published_sizes(run_file: Callable[..., Path], tmp_path: Path) -> None:
     """51,200 bytes a token as bfloat16 for five taps of a 27B target with hidden size 5120."""
     path = of_another_target(run_file(target={"capture_layer_ids": 5}), "wide")

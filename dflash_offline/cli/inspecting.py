@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 _IDENTITY_TITLES = {"dtype": "computed in", "zstd": "zstd of codes"}  # the store itself is bfloat16 in any case
+_PLOT_FORMATS = ("svg", "png", "pdf")
 
 
 @click.command()
@@ -246,11 +247,28 @@ def _text_runs(ids: list[int], mask: list[int], config: Path | None) -> list[tup
     return [(tokenizer.decode([token for token, _ in pairs], skip_special_tokens=False), trained) for trained, pairs in grouped]
 
 
+def _plot_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """A file that a plot can be written to; said before the store is read, which may take minutes."""
+    from dflash_offline.errors import DFlashError
+
+    if value is not None and value.suffix.lower().removeprefix(".") not in _PLOT_FORMATS:
+        raise DFlashError(f"--plot {value}: a plot is written as {', '.join(_PLOT_FORMATS)}; let the file's name end in one of them")
+    if value is not None and not value.parent.is_dir():
+        raise DFlashError(f"--plot {value}: there is no folder {value.parent}; make it first")
+    return value
+
+
 @click.command()
 @store_arguments
 @json_option
 @click.option("--rows", type=click.IntRange(min=1), default=16, show_default=True, help="Samples read.")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Also write a plot (svg, png, pdf).")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    callback=_plot_file,
+    is_eager=True,  # before a store's tables are fetched
+    help=f"Also write a plot ({', '.join(_PLOT_FORMATS)}).",
+)
 def stats(store: Path | None, config: Path | None, as_json: bool, rows: int, plot: Path | None) -> None:
     """Norms, outlier channels, non-finite values of each layer, and how alike the tapped layers are."""
     from dflash_offline import store as stores
