@@ -78,6 +78,21 @@ def test_what_training_and_evaluation_would_refuse(tmp_path: Path, tiny_target: 
     assert bad["drafter"].advice and bad["prompts"].advice
 
 
+def test_conversation_files_are_looked_for(tmp_path: Path, tiny_target: Path) -> None:
+    def check(names: list[str], **sections: dict[str, object]) -> machine.Check:
+        path = write_run_file(tmp_path, model=tiny_target, files=names, **sections)
+        (found,) = (each for each in machine.drafters(RunConfig.load(path)) if each.name in ("[corpus] files", "[regenerate] prompts"))
+        return found
+
+    (tmp_path / "there.jsonl").write_text("{}\n")
+    missing = check(["there.jsonl", "gone.jsonl"])
+    assert missing.level == "fail" and "'gone.jsonl' matches no file" in missing.found and missing.advice
+    assert (check(["there.jsonl"]).level, check(["there.jsonl"]).found) == ("ok", "1 file")
+    assert check(["-", "some-owner/some-set", "*.jsonl"]).found == "1 file, standard input, data set some-owner/some-set"
+    prompts = check([], regenerate={"prompts": ["gone.jsonl"]})
+    assert (prompts.name, prompts.level) == ("[regenerate] prompts", "fail") and "'gone.jsonl' matches no file" in prompts.found
+
+
 def test_drafters_of_the_demo_model_are_looked_at_once_it_is_converted(
     tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,7 @@ def target(config: RunConfig) -> Iterator[Check]:
 
 
 def drafters(config: RunConfig) -> Iterator[Check]:
-    """What training and evaluation would refuse: the shape of each drafter, and the prompt files."""
+    """What later stages would refuse: the shape of each drafter, the files of conversations and of prompts."""
     from dflash_offline import demo, identity
 
     folder = None
@@ -85,11 +85,34 @@ def drafters(config: RunConfig) -> Iterator[Check]:
                 yield Check(name, "ok", f"{text}mask token {shape.mask_token_id}{start}")
             except DFlashError as error:
                 yield Check(name, "fail", str(error), "mend its settings in the run file")
+    yield _conversations(config)
     try:
         files = len(config.evaluation_prompts())
         yield Check("prompts", "ok", f"{files} file{'' if files == 1 else 's'}" if files else "none: held-out conversations only")
     except DFlashError as error:
         yield Check("prompts", "fail", str(error), "mend [evaluate] prompts in the run file")
+
+
+def _conversations(config: RunConfig) -> Check:
+    """The files that the corpus is made from, or whose prompts are answered first. No stream is read, no data set loaded."""
+    from dflash_offline.corpus import corpus_files
+    from dflash_offline.inputs import STDIN, is_dataset_name
+
+    name = "[regenerate] prompts" if config.regenerates else "[corpus] files"
+    patterns = config.regenerate.prompts if config.regenerates else config.corpus.files
+    unseen = [each for each in patterns if each == STDIN or (not config.path(each).exists() and is_dataset_name(each, config.path(each)))]
+    named = [each for each in patterns if each not in unseen]
+    try:
+        if config.regenerates:
+            files = len(config.files(named, where=name))
+        else:
+            files = (
+                len(corpus_files(config.model_copy(update={"corpus": config.corpus.model_copy(update={"files": named})}))) if named else 0
+            )
+    except (DFlashError, OSError) as error:
+        return Check(name, "fail", str(error), f"mend {name} in the run file")
+    texts = [f"{files} file{'' if files == 1 else 's'}"] if named else []
+    return Check(name, "ok", ", ".join([*texts, *("standard input" if each == STDIN else f"data set {each}" for each in unseen)]))
 
 
 def limits(config: RunConfig) -> Iterator[Check]:
