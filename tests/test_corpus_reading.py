@@ -137,6 +137,7 @@ def test_bad_lines_are_single_rejected_rows(tmp_path: Path) -> None:
         *[item for reason in bad.values() for item in (reason, ROWS[0])],
     ]
     assert [line for line, _ in found] == list(range(1, 12))
+    assert found[9][1].detail == "Unterminated string starting at column 24"
 
 
 def test_lone_carriage_returns_among_newlines(tmp_path: Path) -> None:

@@ -193,6 +193,6 @@ def _decode(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         return RowRejected("invalid UTF-8", f"byte {error.object[error.start]:#04x} at offset {error.start} of the row")
     except json.JSONDecodeError as error:
-        return RowRejected("invalid JSON", f"{error.msg} at column {error.colno}")
+        return RowRejected("invalid JSON", f"{error.msg.removesuffix(' at')} at column {error.colno}")
     except (ValueError, RecursionError) as error:
         return RowRejected("invalid JSON", " ".join(str(error).split())[:100])
