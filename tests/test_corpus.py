@@ -348,9 +348,11 @@ def test_peek_estimates_without_preparing(run_file: RunFile, conversations: list
     assert whole.estimated_tokens == corpus.manifest["counts"]["tokens"] and whole.share_read == 1.0
 
 
-def run_stage(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_stage(path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dflash_offline.corpus", "--config", str(path), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONWARNINGS": "error"})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONWARNINGS": "error", **environment}
+    )
 
 
 def test_the_stage_prepares_and_plans(run_file: RunFile) -> None:
@@ -362,6 +364,9 @@ def test_the_stage_prepares_and_plans(run_file: RunFile) -> None:
     assert "Capture plan:" in done.stdout and "Bucket 0" in done.stdout
     layout = Layout(config.root_dir)
     assert len(Corpus.open(layout.corpus(key))) > 0 and layout.plan(keys.capture_key(config), key).is_file()
+    told = path.parent / "corpus.progress.json"
+    assert run_stage(path, DFLASH_PROGRESS=str(told)).returncode == 0
+    assert json.loads(told.read_text())["text"] == "corpus and capture plan are complete", "also where nothing was to be done"
     (path.parent / "corpus.jsonl").write_text("not a conversation\n")
     failed = run_stage(path)
     assert failed.returncode == 1 and failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1

@@ -23,6 +23,7 @@ def prepare_corpus(config: RunConfig, arguments: argparse.Namespace, progress: P
     capture_key = keys.capture_key(config)
     plan = make_plan(config, corpus, layout.store(capture_key), layout.plan(capture_key, arguments.key))
     progress.say(plan.summary())
+    progress.update(text="corpus and capture plan are complete", force=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
