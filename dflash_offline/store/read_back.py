@@ -12,13 +12,13 @@ from dflash_offline.store.journal import Journal, unreadable
 
 
 def refuse_foreign_files(folder: Path, own: Iterable[str]) -> None:
-    """Nothing but the part's own files may lie in its folder.
+    """Nothing but the part's own files may lie in its folder. (A file that was deleted while open is one named ``.nfs*`` on NFS.)
 
     Raises:
         StoreError: naming the first other one.
     """
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
-    if foreign := sorted(there - set(own)):
+    if foreign := sorted(path for path in there - set(own) if not Path(path).name.startswith(".nfs")):
         raise StoreError(
             f"{folder / foreign[0]}: not written by this program, yet inside an unfinished part; "
             "move it away and run the same command again"
