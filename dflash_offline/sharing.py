@@ -22,6 +22,28 @@ def shared(config: RunConfig) -> list[str]:
     return [*_of_root(config), *_of_url(config)]
 
 
+def refusal(config: RunConfig) -> str | None:
+    """Why capture will refuse to write into this run's place below ``[store] url``: another root does. None where it may.
+
+    Raises:
+        DFlashError: the target cannot be read.
+    """
+    from dflash_offline.store.objects import open_objects
+    from dflash_offline.store.remote import read_remote, writer_of
+
+    key = keys.capture_key(config)
+    if (location := config.store.location(key)) is None:
+        return None
+    try:
+        writer, who = writer_of(open_objects(location))
+        here = read_remote(Layout(config.root_dir).store(key))
+    except StoreError:  # ``shared`` says so
+        return None
+    if not who or (here is not None and here["writer"] == writer):
+        return None
+    return f"{location} is written from {who}, and two roots must not write into one store; choose another [store] url, or that root"
+
+
 def _of_root(config: RunConfig) -> Iterator[str]:
     """Stores of run files that lead to another identity. Each has a folder of its own."""
     from dflash_offline.store import schema
@@ -55,26 +77,17 @@ def _first(texts: list[str], separator: str) -> str:
 
 
 def _of_url(config: RunConfig) -> Iterator[str]:
-    """Stores of other roots below ``[store] url``; the one of this key can belong to one root only."""
+    """Stores of other roots below ``[store] url``."""
     from dflash_offline.store.objects import open_objects
-    from dflash_offline.store.remote import read_remote, writer_of
 
     layout, key = Layout(config.root_dir), keys.capture_key(config)
-    if (location := config.store.location(key)) is None:
+    if config.store.url is None:
         return
-    assert config.store.url is not None
     try:
-        writer, who = writer_of(open_objects(location))
-        here = read_remote(layout.store(key))
         others = [name for name in open_objects(config.store.url).folders() if _KEY.fullmatch(name) and name != key]
     except StoreError as error:
         yield f"what else is below [store] url cannot be told: {error}"
         return
-    if who and (here is None or here["writer"] != writer):
-        yield (
-            f"{location} is written from {who}: that is NOT fine, two roots must not write into one store and capture will refuse; "
-            "choose another [store] url, or that root"
-        )
     if others := [name for name in others if not layout.capture(name).exists()]:
         yield (
             f"{config.store.url} also holds {counted(len(others), 'store')} of other roots, with other keys: "

@@ -28,7 +28,7 @@ from dflash_offline.errors import ConfigError, StoreDamagedError, StoreError, St
 from dflash_offline.keys import capture_key, store_identity
 from dflash_offline.layout import Layout
 from dflash_offline.plan import make_plan
-from dflash_offline.sharing import shared
+from dflash_offline.sharing import refusal, shared
 from dflash_offline.store import objects as objects_module
 from dflash_offline.store.cache import BlockCache
 from dflash_offline.store.objects import MissingObjectError, open_objects
@@ -339,21 +339,28 @@ def test_a_store_is_opened_by_its_url(bucket, folder, monkeypatch):
 
 @pytest.mark.parametrize("scheme", ["s3", "local"])  # obstore; fsspec
 def test_what_a_run_shares_with_others_is_said(scheme, bucket, run_file, folder):
+    from click.testing import CliRunner
+
+    from dflash_offline.cli import main
+
     url = bucket if scheme == "s3" else f"local://{folder}/there"
     config = RunConfig.load(run_file(4, store={"url": url}))
     assert shared(config) == []
     key, identity_here = capture_key(config), store_identity(config)
     root = Layout(config.root_dir).store(key)
     store.create_or_open(root, identity_here, url=config.store.location(key))
-    assert shared(config) == [], "its own store"
+    assert shared(config) == [] and refusal(config) is None, "its own store"
     other = RunConfig.load(run_file(4, store={"url": url, "codec": "bf16"}))
     (line,) = shared(other)
     assert line.startswith(f"{config.root_dir} also holds 1 store with another key") and f"{key} (codec); that is fine" in line
     root.parent.rename(config.root_dir.parent / "lost")
     (line,) = shared(other)
     assert line == f"{url} also holds 1 store of other roots, with other keys: that is fine, each has a folder of its own"
-    (line,) = shared(config)
-    assert line.startswith(f"{config.store.location(key)} is written from {root} on ") and "NOT fine" in line
+    assert refusal(other) is None and shared(config) == []
+    refused = CliRunner().invoke(main, ["plan", "--config", str(run_file(4, store={"url": url}))])
+    assert refused.exit_code == 1 and "conversations" in refused.stdout
+    assert refused.stderr.startswith(f"error: {config.store.location(key)} is written from {root} on ")
+    assert refused.stderr.strip() == f"error: {refusal(config)}"
     with pytest.raises(StoreError, match="two roots must not write"):
         store.create_or_open(root, identity_here, url=config.store.location(key))
 
@@ -400,7 +407,7 @@ def test_plan_goes_on_without_a_store_that_cannot_be_opened(url, reason, run_fil
         found = CliRunner().invoke(main, ["plan", "--config", str(run_file(4, store={"url": url}))])
     assert found.exit_code == 0, found.output
     said = " ".join(found.stdout.split())
-    assert f"note: what else is below [store] url cannot be told: {url}/" in said and reason in said, said
+    assert f"note: what else is below [store] url cannot be told: {url}" in said and reason in said, said
     if url.startswith("http"):
         assert "`pip install 'fsspec[http]'`" in said
 

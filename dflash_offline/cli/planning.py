@@ -1,5 +1,6 @@
 """``doctor`` looks at the machine, ``plan`` at what a run will cost, before any GPU second."""
 
+import contextlib
 import dataclasses
 import math
 from pathlib import Path
@@ -62,11 +63,12 @@ def plan(
 ) -> None:
     """Samples, tokens, parts, bytes by codec, time, GPU memory and free disk, before any GPU second.
 
-    Exit status 1 when the store cannot fit on the disk, or no conversation can be used.
+    Exit status 1 when the store cannot fit on the disk, another root writes into it, or no conversation can be used.
     """
-    from dflash_offline.errors import CorpusError, StoreFullError
+    from dflash_offline.errors import CorpusError, DFlashError, StoreError, StoreFullError
     from dflash_offline.estimate import estimate
     from dflash_offline.inputs import take_stdin
+    from dflash_offline.sharing import refusal
 
     run = load_run(config)
     take_stdin(run, lambda text: click.echo(text, err=True))
@@ -94,6 +96,11 @@ def plan(
         table(f"{run.source}", ["", ""], rows)
         for warning in found.warnings:
             click.echo(f"note: {warning}")
+    refused = None
+    with contextlib.suppress(DFlashError):  # without the target's weights no key is known
+        refused = refusal(run)
+    if refused is not None:
+        raise StoreError(refused)
     if not found.fits and not force:
         raise StoreFullError(
             f"{found.disk}: the store needs {bytes_text(found.needed_bytes)} more and {bytes_text(found.free_bytes)} are free; make space, "
