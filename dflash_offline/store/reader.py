@@ -319,8 +319,9 @@ class HiddenStateStore:
             try:
                 return array.read(first, last, taps, view)
             except StoreDamagedError:
-                if self.remote is None or not self.remote.forget(part.name, part.manifest):
+                if self.remote is None:
                     raise
+                self.remote.forget(part.name, part.manifest)  # nothing may be left of it: another thread met the same damage
             return array.read(first, last, taps, view)  # what was kept on this host may have been the damaged copy
 
         return sum(self._map()(read, pieces) if len(pieces) > 1 else map(read, pieces))
