@@ -86,11 +86,11 @@ class ReadingProcess:
             answer = self._receive()
             if isinstance(answer, BaseException):
                 raise answer
-            store = self._loader.store
-            block = store.take_memory(answer["bytes"])
-            block.copy_(self._memory.take(answer["bytes"]))
-        offsets, taps = answer["encoded"]["offsets"], answer["taps"]
-        encoded = EncodedBatch(store.codec, taps, store.codec.views(block, len(taps), int(offsets[-1])), **answer["encoded"])
+            store, taps, tokens = self._loader.store, answer["taps"], int(answer["encoded"]["offsets"][-1])
+            size = store.codec.block_bytes(len(taps), tokens)
+            block = store.take_memory(size)
+            block.copy_(self._memory.take(size))
+        encoded = EncodedBatch(store.codec, taps, store.codec.views(block, len(taps), tokens), **answer["encoded"])
         blocks, given = BlockLayout(**_tensors(answer["blocks"])), _tensors(answer["tensors"])
         if self._loader.pin:
             blocks, given = blocks.pin(), {name: values.pin_memory() for name, values in given.items()}
@@ -129,42 +129,25 @@ def serve(connection_descriptor: int, memory_descriptor: int) -> None:
     torch.set_num_threads(1)
     connection, memory = Connection(connection_descriptor), SharedMemory(memory_descriptor)
     loader: BatchLoader | None = None
-    described: dict[str, Any] = {}
-    while True:
-        try:
-            message = connection.recv()
-        except (EOFError, OSError):
-            return
-        if isinstance(message, dict):
-            described = message
-            continue
-        try:
-            if loader is None:
-                loader = _open(described)
-            answer = _answer(loader, memory, message)
-        except Exception as error:
-            answer = _portable(error)
-        try:
+    try:
+        described = connection.recv()
+        while True:
+            job = connection.recv()
+            try:
+                loader = loader or _open(described, memory)
+                answer = _answer(loader.read(job))
+            except Exception as error:
+                answer = _portable(error)
             connection.send(answer)
-        except OSError:
-            return
+    except (EOFError, OSError):
+        return
 
 
-def _answer(loader: BatchLoader, memory: SharedMemory, job: Job) -> dict[str, Any]:
-    """What ``ReadingProcess.load`` needs; the codes lie in ``memory``."""
-    sizes: list[int] = []
-
-    def take(size: int) -> Tensor:
-        sizes.append(size)
-        return memory.take(size)
-
-    loader.store.take_memory = take
-    batch = loader.read(job)
-    encoded = {name: getattr(batch.encoded, name) for name in ("offsets", "input_ids", "loss_mask", "num_bytes")}
+def _answer(batch: MicroBatch) -> dict[str, Any]:
+    """What ``ReadingProcess.load`` needs beside the codes, which lie in the shared memory."""
     return {
-        "bytes": sizes[-1],
         "taps": batch.encoded.taps,
-        "encoded": encoded,
+        "encoded": {name: getattr(batch.encoded, name) for name in ("offsets", "input_ids", "loss_mask", "num_bytes")},
         "blocks": _arrays(vars(batch.blocks)),
         "tensors": _arrays({name: getattr(batch, name) for name in ("anchor_tokens", "labels", "supervised")}),
         "spans": batch.spans,
@@ -181,15 +164,16 @@ def _tensors(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(loader: BatchLoader) -> dict[str, Any]:
-    corpus = {"folder": loader.corpus.folder}
     settings = {"stored": loader.stored, "train": loader.train, "taps": loader.taps, "block_size": loader.block_size}
-    return {"corpus": corpus, "store": loader.store, "settings": settings}
+    return {"corpus": loader.corpus.folder, "store": loader.store, "settings": settings}
 
 
-def _open(described: dict[str, Any]) -> BatchLoader:
+def _open(described: dict[str, Any], memory: SharedMemory) -> BatchLoader:
     from dflash_offline.corpus import Corpus
 
-    return BatchLoader(Corpus.open(described["corpus"]["folder"]), described["store"], **described["settings"], pin=False)
+    store = described["store"]
+    store.take_memory = memory.take
+    return BatchLoader(Corpus.open(described["corpus"]), store, **described["settings"], pin=False)
 
 
 def _portable(error: Exception) -> Exception:
