@@ -28,20 +28,17 @@ def refusal(config: RunConfig) -> str | None:
     Raises:
         DFlashError: the target cannot be read.
     """
+    from dflash_offline.store import remote
     from dflash_offline.store.objects import open_objects
-    from dflash_offline.store.remote import read_remote, writer_of
 
     key = keys.capture_key(config)
     if (location := config.store.location(key)) is None:
         return None
     try:
-        writer, who = writer_of(open_objects(location))
-        here = read_remote(Layout(config.root_dir).store(key))
-    except StoreError:  # ``shared`` says so
+        here = remote.read_remote(Layout(config.root_dir).store(key))
+        return remote.refusal(open_objects(location), None if here is None else here["writer"])
+    except StoreError:  # no root writes there yet; or the store cannot be asked, and ``shared`` says so
         return None
-    if not who or (here is not None and here["writer"] == writer):
-        return None
-    return f"{location} is written from {who}, and two roots must not write into one store; choose another [store] url, or that root"
 
 
 def _of_root(config: RunConfig) -> Iterator[str]:

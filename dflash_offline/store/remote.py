@@ -90,23 +90,27 @@ def claim(root: Path, objects: Objects, writer: str) -> None:
     mine = {"writer": writer, "host": socket.gethostname(), "folder": str(Path(root).absolute())}
     if objects.put(CLAIM, json.dumps(mine).encode(), create=True):
         return
-    there, who = writer_of(objects)
-    if there != writer:
-        raise StoreError(
-            f"{objects.url}: is written from {who}, and two roots must not write into one store. Choose another [store] url; "
-            f"if that root is gone, delete the object {CLAIM} there and run the same command again"
-        )
+    if (refused := refusal(objects, writer)) is not None:
+        raise StoreError(refused)
 
 
-def writer_of(objects: Objects) -> tuple[str, str]:
-    """Which root writes below the URL: its mark, and in words; both empty when none does."""
+def refusal(objects: Objects, writer: str | None) -> str | None:
+    """Why the root with this mark (None: one without a store yet) must not write below the URL: another one does.
+
+    Raises:
+        MissingObjectError: none does.
+    """
     try:
         there = json.loads(objects.get(CLAIM))
-        return str(there["writer"]), f"{there['folder']} on {there['host']}"
-    except MissingObjectError:
-        return "", ""
+        same, who = there["writer"] == writer, f"{there['folder']} on {there['host']}"
     except (ValueError, KeyError, TypeError):
-        return "", "another root"
+        same, who = False, "another root"
+    if same:
+        return None
+    return (
+        f"{objects.url} is written from {who}, and two roots must not write into one store. Choose another [store] url; "
+        f"if that root is gone, delete the object {CLAIM} there and run the same command again"
+    )
 
 
 def pull(root: Path, objects: Objects) -> bool:
@@ -222,9 +226,9 @@ class Remote:
         folder = f"{part}-{found['digest'][:16]}"  # a part made anew has another manifest
         return f"{folder}/{file.replace('/', '.')}" if file else folder
 
-    def forget(self, part: str, found: dict[str, Any]) -> bool:
-        """Drop what is kept of a part; whether anything was."""
-        return self.cache.forget(self._key(part, found))
+    def forget(self, part: str, found: dict[str, Any]) -> None:
+        """Drop what is kept of a part."""
+        self.cache.forget(self._key(part, found))
 
     def sizes(self, part: str) -> dict[str, int]:
         """Bytes of each object of a part; all parts are listed at once, the first time."""
