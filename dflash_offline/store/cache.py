@@ -75,11 +75,9 @@ class BlockCache:
                 flush=True,
             )
 
-    def forget(self, key: str) -> bool:
-        """Drop every block whose key lies below ``key``; whether there were any."""
-        there = (self.folder / key).is_dir()
+    def forget(self, key: str) -> None:
+        """Drop every block whose key lies below ``key``; another thread may have done so already."""
         shutil.rmtree(self.folder / key, ignore_errors=True)
-        return there
 
     def mark(self, key: str, *, name: str) -> Path:
         """Path of a small file beside blocks that says something about them; never counted, gone with ``forget``."""
