@@ -10,7 +10,7 @@ from pathlib import Path
 from dflash_offline.config import DEMO_MODEL, RunConfig
 from dflash_offline.doctor.check import Check, wants_gpu
 from dflash_offline.errors import DFlashError
-from dflash_offline.figures import bytes_text
+from dflash_offline.figures import bytes_text, counted
 from dflash_offline.watch.gpus import GpuReader
 from dflash_offline.watch.hosts import available_bytes
 
@@ -45,7 +45,7 @@ def gpus(config: RunConfig) -> Iterator[Check]:
         try:
             found = devices.resolve(wanted, count, where=where)
             text = "the CPU" if found[0] is None else ", ".join(str(gpu) for gpu in found)
-            yield Check(where, "ok", f"{len(found)} process{'' if len(found) == 1 else 'es'} on {text}")
+            yield Check(where, "ok", f"{counted(len(found), 'process', plural='processes')} on {text}")
         except DFlashError as error:
             yield Check(where, "fail", str(error), "name other GPUs in the run file")
 
@@ -80,7 +80,7 @@ def drafters(config: RunConfig) -> Iterator[Check]:
             try:
                 shape = planned_shape(each, folder)
                 start = "" if each.drafter.init_from is None else f", from {each.drafter.init_from}"
-                layers = f"{shape.num_layers} layer{'' if shape.num_layers == 1 else 's'}"
+                layers = counted(shape.num_layers, "layer")
                 text = f"{layers}, blocks of {shape.block_size}, reads layers {list(shape.target_layer_ids)}, "
                 yield Check(name, "ok", f"{text}mask token {shape.mask_token_id}{start}")
             except DFlashError as error:
@@ -88,7 +88,7 @@ def drafters(config: RunConfig) -> Iterator[Check]:
     yield _conversations(config)
     try:
         files = len(config.evaluation_prompts())
-        yield Check("prompts", "ok", f"{files} file{'' if files == 1 else 's'}" if files else "none: held-out conversations only")
+        yield Check("prompts", "ok", counted(files, "file") if files else "none: held-out conversations only")
     except DFlashError as error:
         yield Check("prompts", "fail", str(error), "mend [evaluate] prompts in the run file")
 
@@ -111,7 +111,7 @@ def _conversations(config: RunConfig) -> Check:
             )
     except (DFlashError, OSError) as error:
         return Check(name, "fail", str(error), f"mend {name} in the run file")
-    texts = [f"{files} file{'' if files == 1 else 's'}"] if named else []
+    texts = [counted(files, "file")] if named else []
     return Check(name, "ok", ", ".join([*texts, *("standard input" if each == STDIN else f"data set {each}" for each in unseen)]))
 
 
