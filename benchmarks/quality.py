@@ -120,13 +120,12 @@ class Bench:
 
     def heldout(self, setup: Any) -> dict[str, Any]:
         """The held-out figures of the weights in ``setup``, as training gives them."""
-        from dflash_offline.dataset import Prefetcher
         from dflash_offline.train.heldout import Scores
         from dflash_offline.train.loop import Trainer
 
         setup.weights.refresh()
         trainer, scores = Trainer(setup, Ranks(0, 1), Progress(None)), Scores()
-        with torch.no_grad(), Prefetcher(trainer.heldout_jobs, setup.loader.load) as reader:
+        with torch.no_grad(), setup.loader.prefetch(trainer.heldout_jobs) as reader:
             feed = trainer.feed(reader, training=False)
             for _ in trainer.heldout_jobs:
                 batch = feed.take()
@@ -203,7 +202,6 @@ class Bench:
 
     def pace(self, config: RunConfig) -> tuple[float, int]:
         """Seconds of a step of a run file (mean over its buckets), and its steps an epoch."""
-        from dflash_offline.dataset import Prefetcher
         from dflash_offline.train import kernels
         from dflash_offline.train.loop import Trainer
         from dflash_offline.train.setup import prepare
@@ -219,7 +217,7 @@ class Bench:
         count = min(setup.order.total_steps, 4 if self.device.type == "cpu" else 80)
         first, began = count // 4, 0.0
         jobs = (job for number in range(count) for job in trainer.jobs(setup.order.step(number)))
-        with Prefetcher(jobs, setup.loader.load) as reader:
+        with setup.loader.prefetch(jobs) as reader:
             feed = trainer.feed(reader, training=True)
             for number in range(count):
                 if number == first:

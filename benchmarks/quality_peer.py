@@ -10,7 +10,7 @@ import torch
 from dflash_peers import specforge_draft
 
 from dflash_offline.config import RunConfig
-from dflash_offline.dataset import Job, Prefetcher
+from dflash_offline.dataset import Job
 from dflash_offline.optimizer import lr_at
 from dflash_offline.train.setup import Setup
 
@@ -65,7 +65,7 @@ def train(
         return sum(count * float(np.median(taken[bucket][WARM_STEPS:] or taken[bucket])) for bucket, count in counts.items() if count)
 
     began_all = time.perf_counter()
-    with Prefetcher(iter(jobs), setup.loader.load) as reader:
+    with setup.loader.prefetch(iter(jobs)) as reader:
         for number, step in enumerate(steps):
             micro = reader.take()
             batch = padded(micro, setup, device)

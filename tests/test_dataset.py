@@ -186,8 +186,29 @@ def test_items_come_in_order_and_no_more_bytes_are_held_than_allowed() -> None:
             reader.take()
 
 
-def test_one_item_larger_than_the_bound_is_still_loaded() -> None:
-    with Prefetcher(range(3), lambda number: Item(number, 1000), max_bytes=10) as reader:
+def test_items_loaded_several_at_once_come_in_the_order_of_their_jobs() -> None:
+    running, most, lock = 0, 0, threading.Lock()
+
+    def load(number: int) -> Item:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.03 if number % 3 == 0 else 0.002)  # later ones are done before earlier ones
+        with lock:
+            running -= 1
+        return Item(number)
+
+    with Prefetcher(range(20), load, at_once=3) as reader:
+        assert [reader.take().number for _ in range(20)] == list(range(20))
+        with pytest.raises(StopIteration):
+            reader.take()
+    assert most == 3
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_one_item_larger_than_the_bound_is_still_loaded(at_once: int) -> None:
+    with Prefetcher(range(3), lambda number: Item(number, 1000), max_bytes=10, at_once=at_once) as reader:
         assert [reader.take().number for _ in range(3)] == [0, 1, 2]
 
 
@@ -202,21 +223,23 @@ def test_waiting_is_counted() -> None:
         assert 0.1 < reader.waited_s < 1
 
 
-def test_an_error_while_reading_reaches_the_trainer() -> None:
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_an_error_while_reading_reaches_the_trainer(at_once: int) -> None:
     def load(number: int) -> Item:
         if number == 2:
             raise TrainError("part-00001 is damaged")
         return Item(number)
 
-    with Prefetcher(range(5), load) as reader:
+    with Prefetcher(range(5), load, at_once=at_once) as reader:
         assert [reader.take().number for _ in range(2)] == [0, 1]
         with pytest.raises(TrainError, match="part-00001 is damaged"):
             reader.take()
 
 
-def test_closing_early_ends_the_thread() -> None:
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_closing_early_ends_the_threads(at_once: int) -> None:
     before = threading.active_count()
-    with Prefetcher(range(1000), Item, max_bytes=200) as reader:
+    with Prefetcher(range(1000), Item, max_bytes=200, at_once=at_once) as reader:
         reader.take()
     assert threading.active_count() == before and reader.held_bytes == 0
 

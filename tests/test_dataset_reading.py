@@ -1,4 +1,4 @@
-"""The process that reads micro-batches: the same batches, clear errors, and never left behind."""
+"""The processes that read micro-batches: the same batches, clear errors, and never left behind."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from test_dataset import BLOCK, settings
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
-from dflash_offline.dataset import BatchLoader, Job, MicroBatch, Prefetcher, TrainingOrder, stored_indices
+from dflash_offline.dataset import BatchLoader, Job, MicroBatch, TrainingOrder, stored_indices
 from dflash_offline.errors import StoreDamagedError, TrainError
 from dflash_offline.layout import Layout
 from dflash_offline.store import HiddenStateStore
@@ -39,10 +39,10 @@ def order(source: Source) -> TrainingOrder:
     return TrainingOrder(source[0], settings(), block_size=BLOCK)
 
 
-def make(source: Source, *, apart: bool, store: HiddenStateStore | None = None) -> BatchLoader:
+def make(source: Source, *, processes: int, store: HiddenStateStore | None = None) -> BatchLoader:
     corpus, usual = source
     stored = stored_indices(corpus, usual)
-    return BatchLoader(corpus, store or usual, stored, settings(), taps=[2, 0], block_size=BLOCK, pin=False, apart=apart)
+    return BatchLoader(corpus, store or usual, stored, settings(), taps=[2, 0], block_size=BLOCK, pin=False, processes=processes)
 
 
 def jobs(order: TrainingOrder, count: int) -> list[Job]:
@@ -62,9 +62,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_batches_are_those_of_the_loader_itself(source: Source, order: TrainingOrder) -> None:
-    here, apart = make(source, apart=False), make(source, apart=True)
+    here, apart = make(source, processes=0), make(source, processes=2)
     wanted_jobs = jobs(order, 9)
-    with Prefetcher(wanted_jobs, apart.load) as reader:  # several are held while the next ones are made
+    with apart.prefetch(wanted_jobs) as reader:  # two at a time; several are held while the next ones are made
         found = [reader.take() for _ in range(9)]
     for job, batch in zip(wanted_jobs, found, strict=True):
         wanted, got = content(here.load(job)), content(batch)
@@ -74,15 +74,15 @@ def test_batches_are_those_of_the_loader_itself(source: Source, order: TrainingO
     apart.close()
 
 
-def test_two_threads_share_the_process(source: Source, order: TrainingOrder) -> None:
-    here, apart = make(source, apart=False), make(source, apart=True)
+def test_threads_share_the_processes(source: Source, order: TrainingOrder) -> None:
+    here, apart = make(source, processes=0), make(source, processes=2)
     wanted = [content(here.load(job))["hidden"] for job in jobs(order, 6)]
     wrong: list[int] = []
 
     def check(numbers: list[int]) -> None:
         wrong.extend(n for n in numbers if not same(content(apart.load(jobs(order, 6)[n]))["hidden"], wanted[n]))
 
-    threads = [threading.Thread(target=check, args=(numbers,)) for numbers in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0])]
+    threads = [threading.Thread(target=check, args=(numbers,)) for numbers in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 0, 5, 1])]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -92,7 +92,7 @@ def test_two_threads_share_the_process(source: Source, order: TrainingOrder) -> 
 
 
 def test_errors_come_as_they_are_and_the_process_goes_on(source: Source, order: TrainingOrder) -> None:
-    apart = make(source, apart=True)
+    apart = make(source, processes=1)
     first, *_ = jobs(order, 1)
     with pytest.raises(IndexError):
         apart.load(Job(0, 0, 0, [10**6], first.shape))
@@ -103,7 +103,7 @@ def test_errors_come_as_they_are_and_the_process_goes_on(source: Source, order: 
 def test_damage_found_there_is_said_here(source: Source, order: TrainingOrder, tmp_path: Path) -> None:
     copy = tmp_path / "hidden_states.zarr"
     subprocess.run(["cp", "-r", source[1].path, copy], check=True)
-    apart = make(source, apart=True, store=HiddenStateStore(copy))
+    apart = make(source, processes=1, store=HiddenStateStore(copy))
     for shard in copy.glob("part-*/**/c/*/0/0"):
         size = shard.stat().st_size
         shard.write_bytes(bytes(size))
@@ -114,11 +114,11 @@ def test_damage_found_there_is_said_here(source: Source, order: TrainingOrder, t
 
 
 def test_a_process_that_is_killed_is_said(source: Source, order: TrainingOrder) -> None:
-    apart = make(source, apart=True)
+    apart = make(source, processes=1)
     first, *_ = jobs(order, 1)
     apart.load(first)
-    assert apart._process is not None
-    apart._process._process.kill()
+    assert apart._processes is not None
+    os.kill(apart._processes.pids[0], signal.SIGKILL)
     with pytest.raises(TrainError, match=r"reads batches .* was killed by signal 9; memory may have run out; run the same command again"):
         apart.load(first)
     apart.close()
@@ -133,8 +133,8 @@ from dflash_offline.store import HiddenStateStore
 from test_dataset import settings
 
 corpus, store = Corpus.open(sys.argv[2]), HiddenStateStore(sys.argv[3])
-loader = BatchLoader(corpus, store, stored_indices(corpus, store), settings(), taps=[0], block_size=4, pin=False, apart=True)
-print(loader._process._process.pid, flush=True)
+loader = BatchLoader(corpus, store, stored_indices(corpus, store), settings(), taps=[0], block_size=4, pin=False, processes=1)
+print(loader._processes.pids[0], flush=True)
 time.sleep(60)
 """
 

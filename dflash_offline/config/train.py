@@ -69,7 +69,8 @@ class TrainConfig(Section):
     evaluate_every: PositiveInt = Field(500, description="Steps between evaluations on the held-out conversations.")
     heldout_rows: PositiveInt = Field(64, description="Most held-out conversations used in one of those evaluations.")
     reader: Literal["auto", "process", "threads"] = Field(
-        "auto", description="Where batches are read: in a process of each rank's own (what auto means on GPUs) or beside the training loop."
+        "auto",
+        description="Where batches are read: in up to four processes of each rank (what auto means on GPUs) or beside the loop.",
     )
     log_every: PositiveInt = Field(10, description="Steps between status lines.")
     trackers: list[Literal["wandb", "trackio"]] = Field(

@@ -9,7 +9,7 @@ k tapped layers that the drafter reads, H hidden size.
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,12 @@ from dflash_offline.attention import BlockLayout
 from dflash_offline.config import TrainConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.dataset.order import BatchShape
+from dflash_offline.dataset.prefetch import Prefetcher
 from dflash_offline.objective import block_labels, draw_anchors
 from dflash_offline.store import EncodedBatch, HiddenStateStore
 
 if TYPE_CHECKING:
-    from dflash_offline.dataset.reading import ReadingProcess
+    from dflash_offline.dataset.reading import ReadingProcesses
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,13 @@ class MicroBatch:
 
 
 class BatchLoader:
-    """Makes micro-batches out of corpus and store. Safe to use from one thread at a time (but see ``apart``).
+    """Makes micro-batches out of corpus and store. Safe to use from one thread at a time (but see ``processes``).
 
     Args:
         stored: index in the store of each corpus row (``order.stored_indices``).
         taps: positions along the store's layers that the drafter reads, in its order.
         pin: page-locked host memory, for copies that overlap with a GPU's work.
-        apart: read in a process of its own, see ``reading``; ``load`` is then safe to use from several threads.
+        processes: read in so many processes of its own, see ``reading``; ``load`` is then safe to use from several threads.
     """
 
     def __init__(
@@ -101,28 +102,32 @@ class BatchLoader:
         taps: list[int],
         block_size: int,
         pin: bool,
-        apart: bool = False,
+        processes: int = 0,
     ) -> None:
         self.corpus, self.store, self.stored, self.train = corpus, store, stored, train
         self.taps, self.block_size, self.pin = taps, block_size, pin
-        self._process: ReadingProcess | None = None
-        if apart:
+        self._processes: ReadingProcesses | None = None
+        if processes:
             from dflash_offline.dataset import reading
 
-            self._process = reading.ReadingProcess(self)
+            self._processes = reading.ReadingProcesses(self, processes)
+
+    def prefetch(self, jobs: Iterable[Job]) -> Prefetcher[Job, MicroBatch]:
+        """``load`` of these jobs, ahead of their use, as many at a time as there are processes."""
+        return Prefetcher(jobs, self.load, at_once=1 if self._processes is None else len(self._processes))
 
     def load(self, job: Job) -> MicroBatch:
         """Read, draw and pack one micro-batch.
 
         Raises:
-            TrainError: the reading process is gone.
+            TrainError: a reading process is gone.
         """
-        return self.read(job) if self._process is None else self._process.load(job)
+        return self.read(job) if self._processes is None else self._processes.load(job)
 
     def close(self) -> None:
-        """End the reading process."""
-        if self._process is not None:
-            self._process.close()
+        """End the reading processes."""
+        if self._processes is not None:
+            self._processes.close()
 
     def read(self, job: Job) -> MicroBatch:
         """``load`` in this process and thread."""

@@ -1,12 +1,14 @@
-"""Reading ahead in a background thread, bounded in bytes.
+"""Reading ahead in background threads, bounded in bytes.
 
-Only reading, drawing of anchors and packing happen in the thread; nothing that compiles, and nothing on a GPU.
+Only reading, drawing of anchors and packing happen in the threads; nothing that compiles, and nothing on a GPU.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
 PREFETCH_BYTES = 1 << 30
@@ -26,15 +28,16 @@ class Prefetcher(Generic[Job, Item]):
 
     Args:
         jobs: what to load, in order; taken from one by one in the thread.
-        load: makes one item; runs in the thread.
+        load: makes one item; runs in a thread.
         max_bytes: bound on what is loaded and not yet taken. One item is always loaded, however large.
+        at_once: items being loaded at one time, each in a thread of its own; they come out in the order of the jobs.
 
     Attributes:
         waited_s: time that ``take`` spent waiting since the last ``reset``.
     """
 
-    def __init__(self, jobs: Iterable[Job], load: Callable[[Job], Item], *, max_bytes: int = PREFETCH_BYTES) -> None:
-        self._jobs, self._load, self._max_bytes = iter(jobs), load, max_bytes
+    def __init__(self, jobs: Iterable[Job], load: Callable[[Job], Item], *, max_bytes: int = PREFETCH_BYTES, at_once: int = 1) -> None:
+        self._jobs, self._load, self._max_bytes, self._at_once = iter(jobs), load, max_bytes, at_once
         self._ready: deque[Item] = deque()
         self._held_bytes = 0
         self._done = self._closed = False
@@ -46,22 +49,41 @@ class Prefetcher(Generic[Job, Item]):
 
     def _run(self) -> None:
         try:
-            for job in self._jobs:
-                item = self._load(job)
-                size = item.nbytes
-                with self._changed:
-                    self._changed.wait_for(lambda size=size: self._closed or not self._ready or self._held_bytes + size <= self._max_bytes)
-                    if self._closed:
-                        return
-                    self._ready.append(item)
-                    self._held_bytes += size
-                    self._changed.notify_all()
+            with contextlib.closing(self._items()) as items:
+                for item in items:
+                    size = item.nbytes
+                    with self._changed:
+                        self._changed.wait_for(
+                            lambda size=size: self._closed or not self._ready or self._held_bytes + size <= self._max_bytes
+                        )
+                        if self._closed:
+                            return
+                        self._ready.append(item)
+                        self._held_bytes += size
+                        self._changed.notify_all()
         except BaseException as error:  # handed to the thread that takes; a reader that died must not look like the end
             self._error = error
         finally:
             with self._changed:
                 self._done = True
                 self._changed.notify_all()
+
+    def _items(self) -> Generator[Item, None, None]:
+        if self._at_once == 1:
+            yield from map(self._load, self._jobs)
+            return
+        with ThreadPoolExecutor(self._at_once, "prefetch") as threads:
+            loading: deque[Future[Item]] = deque()
+            try:
+                for job in self._jobs:
+                    loading.append(threads.submit(self._load, job))
+                    if len(loading) == self._at_once:
+                        yield loading.popleft().result()
+                while loading:
+                    yield loading.popleft().result()
+            finally:
+                for item in loading:
+                    item.cancel()
 
     def take(self) -> Item:
         """The next item; waits for it.
@@ -99,7 +121,7 @@ class Prefetcher(Generic[Job, Item]):
         return self._held_bytes
 
     def close(self) -> None:
-        """Stop loading and drop what is loaded; an item being loaded is finished first."""
+        """Stop loading and drop what is loaded; items being loaded are finished first."""
         with self._changed:
             self._closed = True
             self._ready.clear()

@@ -1,22 +1,23 @@
-"""Micro-batches read in a process of its own.
+"""Micro-batches read in processes of their own.
 
 The thread that drives a GPU needs the interpreter for every launch. Reading needs it for every chunk and its checksum,
 and draws anchors besides: threads of one process wait for each other, and a small drafter's steps, tens of milliseconds
-of short kernels, take twice as long. So a rank on a GPU has its batches made by a child process, which knows nothing of
-the GPU. Codes come through memory that both have mapped; what is small comes through a socket.
+of short kernels, take nearly twice as long (43 ms against 26, SmolLM2's shape on an H200). So a rank on a GPU has its
+batches made by child processes, which know nothing of the GPU; one alone would just keep up with such steps. Codes come
+through memory that both have mapped; what is small comes through a socket.
 
-The child ends with its parent, however that ends: its socket closes. Signals are the parent's to handle.
+A child ends with its parent, however that ends: its socket closes. Signals are the parent's to handle.
 """
 
 import mmap
 import os
 import pickle
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from multiprocessing.connection import Connection
@@ -31,6 +32,7 @@ from dflash_offline.dataset.batches import BatchLoader, Job, MicroBatch
 from dflash_offline.errors import DFlashError, TrainError
 from dflash_offline.store import EncodedBatch
 
+_MOST_PROCESSES = 4
 _PATIENCE_S = 5.0  # for a child that was told to end
 
 
@@ -50,15 +52,54 @@ class SharedMemory:
         return self._mapped[:size]
 
 
+def processes_for(ranks: int) -> int:
+    """Processes that read for one of the ranks on this host: a quarter of its cores, four at the most."""
+    return max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // (4 * ranks)))
+
+
+class ReadingProcesses:
+    """Child processes that all make the same batches; each thread that wants one takes whichever is free.
+
+    Args:
+        loader: what the children make their batches with, opened anew there.
+    """
+
+    def __init__(self, loader: BatchLoader, count: int) -> None:
+        self._all = [ReadingProcess(loader) for _ in range(count)]
+        self._free: queue.SimpleQueue[ReadingProcess] = queue.SimpleQueue()
+        for process in self._all:
+            self._free.put(process)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def load(self, job: Job) -> MicroBatch:
+        """See ``ReadingProcess.load``."""
+        process = self._free.get()
+        try:
+            return process.load(job)
+        finally:
+            self._free.put(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._all]
+
+    def close(self) -> None:
+        """End them; not while one is reading."""
+        for process in self._all:
+            process.close()
+
+
 class ReadingProcess:
-    """The child process, seen from its parent. Threads may share it; it makes one micro-batch at a time.
+    """A child process, seen from its parent. One thread at a time may use it.
 
     Args:
         loader: what the child makes its batches with, opened anew there.
     """
 
     def __init__(self, loader: BatchLoader) -> None:
-        self._loader, self._lock = loader, threading.Lock()
+        self._loader = loader
         near, far = socket.socketpair()
         descriptor = _unnamed_file()
         code = f"from dflash_offline.dataset.reading import serve; serve({far.fileno()}, {descriptor})"
@@ -81,21 +122,24 @@ class ReadingProcess:
             Exception: whatever it raised.
         """
         began = time.perf_counter()
-        with self._lock:
-            self._send(job)
-            answer = self._receive()
-            if isinstance(answer, BaseException):
-                raise answer
-            store, taps, tokens = self._loader.store, answer["taps"], int(answer["encoded"]["offsets"][-1])
-            size = store.codec.block_bytes(len(taps), tokens)
-            block = store.take_memory(size)
-            block.copy_(self._memory.take(size))
+        self._send(job)
+        answer = self._receive()
+        if isinstance(answer, BaseException):
+            raise answer
+        store, taps, tokens = self._loader.store, answer["taps"], int(answer["encoded"]["offsets"][-1])
+        size = store.codec.block_bytes(len(taps), tokens)
+        block = store.take_memory(size)
+        block.copy_(self._memory.take(size))
         encoded = EncodedBatch(store.codec, taps, store.codec.views(block, len(taps), tokens), **answer["encoded"])
         blocks, given = BlockLayout(**_tensors(answer["blocks"])), _tensors(answer["tensors"])
         if self._loader.pin:
             blocks, given = blocks.pin(), {name: values.pin_memory() for name, values in given.items()}
         spans, seeds = answer["spans"], answer["noise_seeds"]
         return MicroBatch(job, spans, blocks, noise_seeds=seeds, encoded=encoded, read_s=time.perf_counter() - began, **given)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def _send(self, message: Any) -> None:
         try:
@@ -117,8 +161,8 @@ class ReadingProcess:
         how = f"was killed by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
         memory = "; memory may have run out" if status == -signal.SIGKILL else ""
         return TrainError(
-            f"the process that reads batches (pid {self._process.pid}) {how}{memory}; run the same command again, it goes on from the "
-            'last checkpoint. [train] reader = "threads" reads without that process'
+            f"a process that reads batches (pid {self.pid}) {how}{memory}; run the same command again, it goes on from the "
+            'last checkpoint. [train] reader = "threads" reads without such processes'
         )
 
 

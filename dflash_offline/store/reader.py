@@ -32,6 +32,8 @@ from dflash_offline.store.parts import StoredPart, Verify
 from dflash_offline.store.remote import Remote, mirror
 from dflash_offline.store.shards import ShardedArray, read_small
 
+_THREADS_FROM_BYTES = 128 << 10  # chunks from which on copying and checking outweigh what Python does for each
+
 
 @dataclass(frozen=True)
 class StoredSample:
@@ -302,7 +304,8 @@ class HiddenStateStore:
     def _read(self, ranges: Sequence[tuple[StoredPart, int, int]], taps: Sequence[int], out: list[np.ndarray]) -> int:
         """Read token ranges of parts, one after another, into ``out``, uint8 ``[k, T, bytes]`` for each array; bytes read from files.
 
-        What threads share out among themselves are pieces of a few MB, so that one long sample is read by all of them.
+        What threads share out among themselves are pieces of a few MB, so that one long sample is read by all of them;
+        but not of small chunks, whose reading is mostly Python: threads would only wait for each other.
         """
         for part in {part.name: part for part, _, _ in ranges}.values():
             part.check_content()
@@ -310,12 +313,11 @@ class HiddenStateStore:
         for part, start, stop in ranges:
             for array, view in zip(part.arrays, out, strict=True):
                 for first, last in array.spans(start, stop, len(taps)):
-                    pieces.append((array.meta.zstd, part, array, first, last, view[:, end + first - start : end + last - start]))
+                    pieces.append((part, array, first, last, view[:, end + first - start : end + last - start]))
             end += stop - start
-        pieces.sort(key=lambda piece: not piece[0])  # those that cost most first, so that threads end together
 
-        def read(piece: tuple[bool, StoredPart, ShardedArray, int, int, np.ndarray]) -> int:
-            _, part, array, first, last, view = piece
+        def read(piece: tuple[StoredPart, ShardedArray, int, int, np.ndarray]) -> int:
+            part, array, first, last, view = piece
             try:
                 return array.read(first, last, taps, view)
             except StoreDamagedError:
@@ -324,7 +326,13 @@ class HiddenStateStore:
                 self.remote.forget(part.name, part.manifest)  # nothing may be left of it: another thread met the same damage
             return array.read(first, last, taps, view)  # what was kept on this host may have been the damaged copy
 
-        return sum(self._map()(read, pieces) if len(pieces) > 1 else map(read, pieces))
+        costly, cheap = [], []
+        for piece in pieces:
+            array = piece[1]
+            (costly if self.remote or array.meta.zstd or array.chunk_bytes >= _THREADS_FROM_BYTES else cheap).append(piece)
+        costly.sort(key=lambda piece: not piece[1].meta.zstd)  # those that cost most first, so that threads end together
+        begun = self._map()(read, costly) if len(costly) > 1 else map(read, costly)
+        return sum(map(read, cheap)) + sum(begun)
 
     def close(self) -> None:
         """Stop the reading threads."""

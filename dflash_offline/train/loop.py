@@ -259,7 +259,7 @@ class Trainer:
         self.settled_at = time.perf_counter()
         jobs = (job for number in range(self.next_step, self.order.total_steps) for job in self.jobs(self.order.step(number)))
         try:
-            with self.stall, Prefetcher(jobs, self.setup.loader.load) as reader:
+            with self.stall, self.setup.loader.prefetch(jobs) as reader:
                 feed, self.reporter.reader = self.feed(reader, training=True), reader
                 while self.next_step < self.order.total_steps:
                     step = self.order.step(self.next_step)
@@ -319,7 +319,7 @@ class Trainer:
         self.setup.weights.refresh(averaged=True)
         scores = heldout.Scores()
         mine = self.heldout_jobs[self.ranks.rank :: self.ranks.size]
-        with Prefetcher(mine, self.setup.loader.load) as reader:
+        with self.setup.loader.prefetch(mine) as reader:
             feed = self.feed(reader, training=False)
             for _ in mine:
                 batch = feed.take()

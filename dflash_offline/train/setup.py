@@ -14,7 +14,7 @@ from dflash_offline import identity, keys
 from dflash_offline.attention import choose_attention
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
-from dflash_offline.dataset import BatchLoader, BatchShape, DeviceBatch, TrainingOrder, made_up, stored_indices
+from dflash_offline.dataset import BatchLoader, BatchShape, DeviceBatch, TrainingOrder, made_up, processes_for, stored_indices
 from dflash_offline.drafter import Drafter, DrafterShape, planned_shape
 from dflash_offline.errors import TrainError
 from dflash_offline.export.warm_start import start_tensors
@@ -115,6 +115,7 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device, *, 
     stored = stored_indices(corpus, store, some=partial is not None)
     key = key if partial is None else partial.key
     wanted = identity.drafter_layer_ids(config)
+    apart = train.reader == "process" or (train.reader == "auto" and device.type == "cuda")
     order = TrainingOrder(corpus, train, block_size=config.drafter.block_size, available=stored >= 0)
     loader = BatchLoader(
         corpus,
@@ -124,7 +125,7 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device, *, 
         taps=store.positions(wanted) + ([store.num_taps - 1] if train.kl_weight > 0 else []),  # the last one is the last layer's
         block_size=config.drafter.block_size,
         pin=device.type == "cuda",
-        apart=train.reader == "process" or (train.reader == "auto" and device.type == "cuda"),
+        processes=processes_for(ranks.size) if apart else 0,
     )
     folder = identity.model_folder(config)
     shape = planned_shape(config, folder)
