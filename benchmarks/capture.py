@@ -220,7 +220,7 @@ def shape_cases(
         if shutil.disk_usage(where).free < 1.5 * rows.lengths.sum() * TAPS * config.hidden_size * 2:
             bench.say(f"{name}: {where} is left out, too little space there")
             continue
-        for codec in arguments.codecs if thorough and not cases else ("lossless",):
+        for codec in arguments.codecs if thorough and not cases else ("int8",):
             label = f"{name}: capture into a {codec} store"
             some = parts if codec == "int8" else parts[::2]
             cases.append(capture_case(bench, label, forwarder, rows, some, flop_of(some), where=where, codec=codec))

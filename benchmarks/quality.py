@@ -30,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dflash_offline import identity, keys
@@ -109,6 +110,7 @@ class Bench:
         self.prepare()
         config = run_file(self.options, "equal", codec=self.options.codec)
         with locked(self.options.root / "specforge.lock"):
+            self.note(specforge_pace_s=None)  # what an earlier run took, perhaps on another machine, is no measure
             setup = prepare(config, "specforge", Ranks(0, 1), self.device)
             tensors, result = quality_peer.train(
                 config, setup, max_steps=self.options.max_steps, on_pace=lambda seconds: self.note(specforge_pace_s=seconds)
@@ -145,9 +147,9 @@ class Bench:
             train(config, argparse.Namespace(key=key, partial=False), Progress(None))
         manifest = read_manifest(folder, kind="drafter")
         rows = read_metrics(folder / METRICS)
-        tokens = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
+        steps, tokens = zip(*((row["step"], row["tokens"]) for row in rows if "tokens" in row), strict=True)
         curve = [
-            {"step": row["step"], "tokens": tokens.get(row["step"]), "elapsed_s": round(row["elapsed_s"], 1)}
+            {"step": row["step"], "tokens": int(np.interp(row["step"], steps, tokens)), "elapsed_s": round(row["elapsed_s"], 1)}
             | {name: row["heldout"][name] for name in ("loss", "acc", "tau_replay", "tau_replay_interval")}
             for row in rows
             if "heldout" in row
@@ -180,7 +182,7 @@ class Bench:
         allowed = min(seconds, self.left_s - 45)  # what is left also has to do for compiling again and for decoding
         if allowed < seconds:
             print(f"{name}: the peer trained {seconds:.0f} s, {allowed:.0f} s are left", flush=True)
-        epochs = max(0.05, 0.95 * allowed / step_s / steps_per_epoch)  # the rest is for evaluations on the way and the last checkpoint
+        epochs = max(0.05, 0.87 * allowed / step_s / steps_per_epoch)  # the rest is for evaluations on the way and the last checkpoint
         print(f"{name}: {1e3 * step_s:.1f} ms a step, {steps_per_epoch} steps an epoch: {epochs:.2f} epochs in {allowed:.0f} s", flush=True)
         settled = {"epochs": round(epochs, 2), "evaluate_every": max(1, int(epochs * steps_per_epoch / 10))}
         config = run_file(self.options, name, codec=self.options.codec, **(recipe | settled), **self.limit())
@@ -190,10 +192,11 @@ class Bench:
         """SpecForge's training seconds; of another process that trains it at this moment, as soon as it knows its pace."""
         while True:
             known = self.known()
-            found = known["arms"].get("specforge", {}).get("train_s") or known.get("specforge_pace_s")
+            found = known.get("specforge_pace_s")
             with (self.options.root / "specforge.lock").open("a") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    found = known["arms"].get("specforge", {}).get("train_s") or found
                 except BlockingIOError:
                     if found is None:
                         time.sleep(0.5)
@@ -239,7 +242,8 @@ class Bench:
         config = run_file(self.options, f"codec-{name}", codec=codec, last_hidden=False, **short, **self.limit())
         self.corpus(config)
         if keys.capture_key(config) != keys.capture_key(source):
-            recode(source, config, self.device)
+            with locked(self.options.root / f"codec-{codec}.lock"):  # codec-lossless-fp8 wants what codec-lossless wants
+                recode(source, config, self.device)
         found = summary(Layout(config.root_dir).store(keys.capture_key(config)))
         sizes = {each: found[each] for each in ("bytes_per_token", "ratio", "tokens")}
         return {"store": sizes} | self.ours(config, replay=False)

@@ -57,6 +57,17 @@ def equal_time(arms: dict[str, Any], comparisons: dict[str, Any]) -> list[str]:
         row = [f"`{name}`", f"{arm['train_s']:.0f}", f"{arm['steps']:,}", *[f"{arm['acceptance_length'][n]:.3f}" for n in names]]
         rows.append([*row, f"{arm['mean_acceptance_length']:.3f}", f"{percent(found['ratio'])} ({interval(found['interval'])})"])
     lines += table(["recipe", "seconds", "steps", *names, "mean", "over SpecForge"], rows)
+    for name, found in comparisons.items():
+        arm = arms[name]
+        if not found["within_its_seconds"]:
+            longer = arm["train_s"] - peer["train_s"]
+            lines += [f"`{name}` trained {longer:.0f} s longer than SpecForge: no comparison of equal seconds.", ""]
+        if early := [point for point in arm["curve"] if point["elapsed_s"] <= peer["train_s"]]:
+            reached = f"a tau_replay of {early[-1]['tau_replay']:.3f} after {early[-1]['elapsed_s']:.0f} s"
+            lines += [
+                f"On held-out conversations `{name}` was at {reached}, SpecForge at {peer['tau_replay_all']:.3f} when it was done.",
+                "",
+            ]
     for name in comparisons:
         arm = arms[name]
         extras = [f"EMA {arm['ema']}"] * bool(arm["ema"]) + [f"KL {arm.get('kl_weight')}"] * bool(arm.get("kl_weight"))

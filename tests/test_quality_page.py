@@ -34,11 +34,15 @@ def arm(lengths: dict[str, float], **more: Any) -> dict[str, Any]:
 
 
 def test_the_page_compares_what_the_file_holds(benchmark: Any) -> None:
-    curve = [{"step": 200 * i, "tokens": 2_000_000 * i, "tau_replay": 1.0 + i / 5, "tau_replay_interval": [1.0, 2.0]} for i in (1, 2, 3)]
+    curve = [
+        {"step": 200 * i, "tokens": 2_000_000 * i, "elapsed_s": 90.0 * i, "tau_replay": 1.0 + i / 5, "tau_replay_interval": [1.0, 2.0]}
+        for i in (1, 2, 3)
+    ]
     arms = {
-        "specforge": arm({"gsm8k": 2.5, "mtbench": 1.5}, train_s=222.0),
+        "specforge": arm({"gsm8k": 2.5, "mtbench": 1.5}, train_s=222.0, tau_replay_all=1.25),
         "equal": arm({"gsm8k": 2.6, "mtbench": 1.4}, curve=curve),
         "time": arm({"gsm8k": 3.0, "mtbench": 1.8}, train_s=221.0, ema=0.999, loss="dpace", curve=curve),
+        "time-kl": arm({"gsm8k": 3.5, "mtbench": 2.0}, train_s=250.0, curve=curve),
         "codec-int4": arm({"gsm8k": 1.5, "mtbench": 1.5}, store={"bytes_per_token": 1700.4}),
         "codec-bf16": arm({"gsm8k": 1.6, "mtbench": 1.6}, store={"bytes_per_token": 5800.0}),
     }
@@ -49,6 +53,8 @@ def test_the_page_compares_what_the_file_holds(benchmark: Any) -> None:
     page = benchmark("quality_page").page({"arms": arms, "device": "some GPU"} | head)
     assert "| gsm8k | 80 | 2.600 (2.500 to 2.700) | 2.500 (2.400 to 2.600) | +4.0% (1.040 to 1.040) |" in page
     assert "| `time` | 221 | 1,420 | 3.000 | 1.800 | 2.400 | +20.0% (1.200 to 1.200) |" in page
+    assert "`time-kl` trained 28 s longer than SpecForge: no comparison of equal seconds." in page and "`time` trained" not in page
+    assert "`time-kl` was at a tau_replay of 1.400 after 180 s, SpecForge at 1.250 when it was done." in page
     assert page.index("| bf16 | 5,800 | 1.600 |") < page.index("| int4 | 1,700 | 1.500 |")
     assert "| time | 60 | 2.000 | 2.020 | 1.0% |" in page and "quality.svg" in page
     svg = benchmark("quality_page").plot(arms)
