@@ -1,6 +1,7 @@
 """Numbers for people, in a word each, and numbers for JSON, which knows no infinity."""
 
 import math
+import time
 from typing import Any
 
 
@@ -30,6 +31,23 @@ def seconds_text(seconds: float) -> str:
     if seconds < 48 * 3600:
         return f"{seconds / 3600:.1f}h"
     return f"{seconds / 86400:.1f}d"
+
+
+class Laps:
+    """What the parts of a start took: ``12.3s (imports 4.0s, kernels 8.3s)``."""
+
+    def __init__(self) -> None:
+        self._began = self._ended = time.monotonic()
+        self._parts: list[tuple[str, float]] = []
+
+    def end(self, part: str) -> None:
+        """Call what was done since the last one, or since the beginning, ``part``."""
+        now = time.monotonic()
+        self._parts.append((part, now - self._ended))
+        self._ended = now
+
+    def __str__(self) -> str:
+        return f"{self._ended - self._began:.1f}s ({', '.join(f'{part} {seconds:.1f}s' for part, seconds in self._parts)})"
 
 
 def finite(value: Any) -> Any:

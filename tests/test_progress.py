@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_offline.figures import Laps
 from dflash_offline.progress import COMMAND, KEPT_WARNINGS, MIN_INTERVAL_S, Progress, read_progress
 
 
@@ -129,3 +131,12 @@ def test_a_value_of_the_wrong_kind_spoils_the_file(tmp_path: Path, wrong: dict[s
 def test_say_prints_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     Progress(None).say("Target 0 on cpu... loaded")
     assert capsys.readouterr().out == "Target 0 on cpu... loaded\n"
+
+
+def test_what_a_start_took_is_told_by_part() -> None:
+    laps = Laps()
+    time.sleep(0.1)
+    laps.end("imports")
+    laps.end("kernels")
+    whole, imports, kernels = map(float, re.fullmatch(r"([\d.]+)s \(imports ([\d.]+)s, kernels ([\d.]+)s\)", str(laps)).groups())
+    assert 0.1 <= imports <= whole and kernels < 0.1

@@ -26,10 +26,9 @@ them it is the only one. Rank 0 writes all files. Weights, optimiser and gradien
 
 import argparse
 import sys
-import time
 
 from dflash_offline.config import RunConfig
-from dflash_offline.figures import count_text, counted
+from dflash_offline.figures import Laps, count_text, counted
 from dflash_offline.progress import Progress
 
 
@@ -44,7 +43,7 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
     Raises:
         TrainError: see ``setup.prepare`` and ``Trainer.run``.
     """
-    began = time.monotonic()
+    laps = Laps()
     from dflash_offline.optimizer import state_tensors
     from dflash_offline.train import kernels, output, state
     from dflash_offline.train.loop import Trainer
@@ -54,6 +53,7 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
     from dflash_offline.train.setup import choose_device, prepare
     from dflash_offline.train.trackers import check_installed
 
+    laps.end("imports")
     check_installed(config.train.trackers)
     ranks = Ranks.from_environment()
     device = choose_device(config, ranks)
@@ -69,21 +69,26 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
     partial = choose(config, arguments.key) if getattr(arguments, "partial", False) else None
     setup = prepare(config, arguments.key, ranks, device, partial=partial)
     trainer = Trainer(setup, ranks, progress)
+    laps.end("data and weights")
     if folder is not None:
         progress.update(text="compiling kernels", force=True)
-        for line in (*trainer.warm_up(folder), prove(trainer)):
-            if ranks.first:
-                progress.say(line)
+        lines = trainer.warm_up(folder)
+        laps.end("kernels")
+        lines.append(prove(trainer))
+        laps.end("checks")
+        for line in lines if ranks.first else ():
+            progress.say(line)
     progress.update(text="waiting for the other ranks", force=True)
     ranks.join(device)
     try:
         ranks.compare(setup.facts)
         state.resume(trainer)
+        laps.end("ranks and checkpoint")
         if ranks.first:
             progress.say(
                 f"training {count_text(setup.weights.numel)} parameters on {counted(len(setup.order.rows), 'conversation')}: "
                 f"{counted(setup.order.total_steps, 'step')}, {counted(ranks.size, 'rank')} on {setup.machine['device']}, "
-                f"attention {setup.machine['attention']}; ready after {time.monotonic() - began:.1f}s"
+                f"attention {setup.machine['attention']}; ready after {laps}"
             )
             if partial is not None:
                 progress.say(
