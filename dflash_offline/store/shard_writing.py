@@ -23,8 +23,11 @@ _GROUP_BYTES = 4 << 20  # of a group, before compression
 _GROUPS_AHEAD = 8  # groups encoded ahead of the one being written, so that a shard is never held twice
 
 
+crc32c_number = google_crc32c.value
+
+
 def crc32c(data: Any) -> bytes:
-    return google_crc32c.value(data).to_bytes(4, "little")
+    return crc32c_number(data).to_bytes(4, "little")
 
 
 def _compress(level: int | None, chunk: np.ndarray) -> tuple[Any, bytes]:

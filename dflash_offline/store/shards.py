@@ -15,13 +15,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numcodecs.zstd import Zstd
 
 from dflash_offline.errors import StoreDamagedError
-from dflash_offline.store.shard_writing import ABSENT, crc32c
+from dflash_offline.store.shard_writing import ABSENT, crc32c, crc32c_number
 
 ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
 _READ_BYTES = 4 << 20  # most bytes in one read
@@ -225,22 +225,23 @@ class ShardedArray:
                 f"{self.folder / name}: the file is missing; tokens {start} to {stop} of its part cannot be read"
             ) from None
         with opened as file:
-            index, base = self._index(shard, file), shard * self.shard_tokens
-            wanted = [(c, t) for c in range((start - base) // size, -(-(stop - base) // size)) for t in range(len(taps))]
-            pieces = []
-            for c, t in wanted:
-                offset, nbytes = map(int, index[c, taps[t]])
-                first, last = max(start, base + c * size), min(stop, base + (c + 1) * size)
-                place = _Piece(file, taps[t], base + c * size, first, last, offset, nbytes, out[t, first - start : last - start])
-                if offset == ABSENT:
-                    raise StoreDamagedError(f"{file}: no chunk for {place}; it has been damaged")
-                pieces.append(place)
+            index, base, pieces = self._index(shard, file), shard * self.shard_tokens, []
+            chunks = range((start - base) // size, -(-(stop - base) // size))
+            for c, entries in zip(chunks, index[chunks.start : chunks.stop, taps].tolist(), strict=True):
+                token = base + c * size
+                first, last = max(start, token), min(stop, token + size)
+                for tap, (offset, nbytes), place in zip(taps, entries, out[:, first - start : last - start], strict=True):
+                    piece = _Piece(file, tap, token, first, last, offset, nbytes, place)
+                    if offset == ABSENT:
+                        raise StoreDamagedError(f"{file}: no chunk for {piece}; it has been damaged")
+                    pieces.append(piece)
             read = self._read_compressed if self.meta.zstd else self._read_raw
             return sum(read(file, run) for run in _adjacent(pieces))
 
     def _read_raw(self, file: ShardFile, run: list["_Piece"]) -> int:
         """One read that scatters: whole chunks go straight to where they are wanted, the others by way of the scratch."""
-        checks, buffers, bodies = np.empty((len(run), 4), np.uint8), [], []
+        checks, buffers, bodies = bytearray(4 * len(run)), [], []
+        behind = memoryview(checks)
         spare = _buffer(2 * self.chunk_bytes * (1 + self.meta.shape[1]))
         for i, piece in enumerate(run):
             if piece.nbytes != self.chunk_bytes + 4:
@@ -250,12 +251,12 @@ class ShardedArray:
             else:
                 body = piece.out.reshape(-1)
             bodies.append(body)
-            buffers += [body, checks[i]]
+            buffers += [body, behind[4 * i : 4 * i + 4]]
         length = sum(piece.nbytes for piece in run)
         if file.preadv(buffers, run[0].offset) != length:
             raise StoreDamagedError(f"{run[0].file}: cut short before the end of {run[-1]}")
-        for piece, body, check in zip(run, bodies, checks, strict=True):
-            if crc32c(body) != check.tobytes():
+        for piece, body, check in zip(run, bodies, np.frombuffer(checks, "<u4").tolist(), strict=True):
+            if crc32c_number(body) != check:
                 raise piece.damaged()
             if piece.last - piece.first < self.chunk_tokens:
                 piece.out[:] = body.reshape(self.chunk_tokens, -1)[piece.first - piece.token : piece.last - piece.token]
@@ -282,8 +283,7 @@ class ShardedArray:
         return length
 
 
-@dataclass
-class _Piece:
+class _Piece(NamedTuple):
     """What is wanted of one chunk: tokens ``first`` to ``last`` of a tap, into ``out``."""
 
     file: ShardFile
