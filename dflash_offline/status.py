@@ -64,9 +64,9 @@ class Process:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the run: ``state`` is complete, running, queued (for GPUs), partial, pending, deleted (a store whose drafter is trained)
-    or unknown (the run file does not say enough for its key). ``numbers``: rates of its processes together, and the time
-    left. ``drafter``: its name where the run file has several."""
+    """One stage of the run: ``state`` is complete, running, queued (for GPUs), failed, partial, pending, deleted (a store whose drafter is
+    trained) or unknown (the run file does not say enough for its key). ``numbers``: rates of its processes together, and the
+    time left. ``drafter``: its name where the run file has several."""
 
     name: str
     key: str | None
@@ -127,7 +127,9 @@ def read_status(config: RunConfig) -> Status:
     made: set[tuple[str, str | None]] = {(stage.name, stage.key) for stage in stages if stage.state in _MADE}
     made |= {(name, None) for name in UNITS if all(stage.state in _MADE for stage in stages if stage.name == name)}
     telling = [process for process in processes if process.of_this_run and not _made_good(process, processes, made)]
-    warnings += [f"{process.name}: {process.text}" for process in telling if process.failed]
+    failed = [process for process in telling if process.failed]
+    warnings += [f"{process.name}: {process.text}" for process in failed]
+    stages = [replace(stage, state="failed") if _has_failed(stage, failed) else stage for stage in stages]
     told = sorted((moment, process.name, text) for process in telling for moment, text in process.warnings)
     warnings += [f"{time.strftime('%d %b %H:%M', time.localtime(moment))} {name}: {text}" for moment, name, text in told[-_SHOWN_WARNINGS:]]
     only = next(iter(trainings.values())) if len(trainings) == 1 else None
@@ -179,7 +181,8 @@ def _stage(
         except DFlashError as error:
             warnings.append(str(error))
     queued = bool(mine) and all(process.text.startswith("queued") for process in mine)
-    state = "complete" if complete else "queued" if queued else "running" if mine else "partial" if _has_content(folder) else "pending"
+    begun = any(layout.store(key).glob("part-*")) if place.stage == "capture" else _has_content(folder)
+    state = "complete" if complete else "queued" if queued else "running" if mine else "partial" if begun else "pending"
     gone = place.stage == "capture" and not mine and train_keys and all(store_was_deleted(layout, key, trained) for trained in train_keys)
     if gone:
         state, detail = "deleted", "store deleted (the drafter is trained)"
@@ -226,6 +229,11 @@ def _made_good(process: Process, others: list[Process], made: set[tuple[str, str
         and (other.stage, other.key, other.host, _kind(other)) == (process.stage, process.key, process.host, _kind(process))
         for other in others
     )
+
+
+def _has_failed(stage: Stage, failed: list[Process]) -> bool:
+    """Whether a stage that is not done, and that nothing works at, was left by a process that failed."""
+    return stage.state in ("partial", "pending") and any((process.stage, process.key) == (stage.name, stage.key) for process in failed)
 
 
 def _kind(process: Process) -> str:

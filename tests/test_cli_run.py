@@ -137,6 +137,10 @@ def test_status_of_an_interrupted_run(own_command: Command) -> None:
     assert found["train"]["state"] == "partial"
     assert found["capture"]["state"] == "partial"
     assert re.match(r"(\d+) of (\d+) parts", found["capture"]["detail"]).groups()[0] != "0"  # type: ignore[union-attr]
+    for part in store().glob("part-*"):
+        shutil.rmtree(part)
+    found = {stage["name"]: stage for stage in json.loads(own_command("status", "--json").stdout)["stages"]}
+    assert found["capture"]["state"] == "pending"
 
 
 def test_status_of_a_running_stage(own_command: Command) -> None:
@@ -154,7 +158,10 @@ def test_status_of_a_running_stage(own_command: Command) -> None:
     path.write_text(json.dumps(state | {"text": "error: the disk is full", "time": time.time() - 3600}))
     stale = json.loads(own_command("status", "--json").stdout)
     assert stale["warnings"] == ["train-0: error: the disk is full"]
-    assert {stage["name"]: stage["state"] for stage in stale["stages"]}["train"] == "partial"
+    assert {stage["name"]: stage["state"] for stage in stale["stages"]}["train"] == "partial", "it may have been another drafter's"
+    path.write_text(json.dumps(state | {"text": "error: the disk is full", "ended": True, "key": keys.train_key(config())}))
+    failed = json.loads(own_command("status", "--json").stdout)
+    assert {stage["name"]: stage["state"] for stage in failed["stages"]}["train"] == "failed"
 
 
 def test_inspect_counts_what_is_there(command: Command) -> None:

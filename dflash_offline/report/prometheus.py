@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STATES = ("pending", "partial", "queued", "running", "complete", "deleted", "unknown")
+STATES = ("pending", "partial", "queued", "running", "failed", "complete", "deleted", "unknown")
 
 # family -> what it is; all are gauges
 _HELP = {
