@@ -19,11 +19,12 @@ from dflash_offline.evaluate.comparison import Comparison, compare
 from dflash_offline.evaluate.decoder import Decoder, Response
 from dflash_offline.evaluate.heldout import tau_replay
 from dflash_offline.evaluate.loading import make_drafter
-from dflash_offline.evaluate.prompts import Prompt, dataset_name, encode, read_prompts
+from dflash_offline.evaluate.prompts import encode
 from dflash_offline.evaluate.run import Loop, hold
 from dflash_offline.evaluate.stage import heldout_rows
 from dflash_offline.evaluate.summary import summarise
 from dflash_offline.evaluate.target_steps import SteppedTarget
+from dflash_offline.prompts import Prompt, dataset_name, read_prompts
 from dflash_offline.target import facts, load_embedding_and_head, load_target, load_tokenizer
 
 RESAMPLES = 2000

@@ -26,6 +26,11 @@ def percent(ratio: float) -> str:
     return f"{ratio - 1:+.1%}"
 
 
+def gain(found: dict[str, Any]) -> str:
+    """A ratio and its interval, as per cent more."""
+    return f"{percent(found['ratio'])} ({percent(found['interval'][0])} to {percent(found['interval'][1])})"
+
+
 def acceptance(arms: dict[str, Any], comparisons: dict[str, Any]) -> list[str]:
     """Every set: both arms of equal steps, and what they differ by."""
     ours, peer = arms["equal"], arms["specforge"]
@@ -35,33 +40,46 @@ def acceptance(arms: dict[str, Any], comparisons: dict[str, Any]) -> list[str]:
         found = comparisons[name]
         mine = f"{ours['acceptance_length'][name]:.3f} ({interval(ours['interval'][name])})"
         against = f"{theirs:.3f} ({interval(peer['interval'][name])})"
-        rows.append([name, str(ours["prompts"][name]), mine, against, f"{percent(found['ratio'])} ({interval(found['interval'])})"])
+        rows.append([name, str(ours["prompts"][name]), mine, against, gain(found)])
     lines += table(["set", "prompts", "this project", "SpecForge 0.2.0", "ours over theirs"], rows)
     lines += [
         f"{peer['steps']:,} steps over {peer['tokens']:,} context tokens, {peer['anchors']} anchors a conversation, peak learning rate "
-        f"{peer['lr']:g}, the same micro-batches. Training took {ours['train_s']:.0f} s here and {peer['train_s']:.0f} s there; "
-        f"accuracy on held-out conversations is {ours['heldout_acc']:.3f} and {peer['heldout_acc']:.3f}.",
+        f"{peer['lr']:g}, the same micro-batches. Training took {ours['train_s']:.0f} s here and {peer['train_s']:.0f} s "
+        f"there. Accuracy on held-out conversations is {ours['heldout_acc']:.3f} and {peer['heldout_acc']:.3f}. {told_alike(arms)}",
         "",
     ]
     return lines
 
 
+def told_alike(arms: dict[str, Any]) -> str:
+    """How many answers were the target's own to the last token, and what the others were."""
+    kinds = ("identical", "near_ties", "different")
+    ours, peer = ({kind: sum(arms[name][kind].values()) for kind in kinds} for name in ("equal", "specforge"))
+    return (
+        f"Of {sum(ours.values())} answers {ours['identical']} (SpecForge's drafter: {peer['identical']}) are the target's own greedy "
+        f"answer token by token; {ours['near_ties']} ({peer['near_ties']}) part from it at a near-tie ([what counts as "
+        f"one](drafter.md)), {ours['different']} ({peer['different']}) otherwise."
+    )
+
+
 def equal_time(arms: dict[str, Any], comparisons: dict[str, Any]) -> list[str]:
     peer = arms["specforge"]
-    lines = ["## Equal training seconds", ""]
+    equal = any(found["within_its_seconds"] for found in comparisons.values())
+    lines = ["## Equal training seconds" if equal else "## Recipes of this project", ""]
     names = list(peer["acceptance_length"])
     rows = [["SpecForge 0.2.0", f"{peer['train_s']:.0f}", f"{peer['steps']:,}", *[f"{peer['acceptance_length'][n]:.3f}" for n in names]]]
     rows[0] += [f"{peer['mean_acceptance_length']:.3f}", "-"]
     for name, found in comparisons.items():
         arm = arms[name]
         row = [f"`{name}`", f"{arm['train_s']:.0f}", f"{arm['steps']:,}", *[f"{arm['acceptance_length'][n]:.3f}" for n in names]]
-        rows.append([*row, f"{arm['mean_acceptance_length']:.3f}", f"{percent(found['ratio'])} ({interval(found['interval'])})"])
+        rows.append([*row, f"{arm['mean_acceptance_length']:.3f}", gain(found)])
     lines += table(["recipe", "seconds", "steps", *names, "mean", "over SpecForge"], rows)
     for name, found in comparisons.items():
         arm = arms[name]
         if not found["within_its_seconds"]:
-            longer = arm["train_s"] - peer["train_s"]
-            lines += [f"`{name}` trained {longer:.0f} s longer than SpecForge: no comparison of equal seconds.", ""]
+            longer, meant = arm["train_s"] - peer["train_s"], arm.get("peer_train_s")
+            why = f" (it was given the {meant:.0f} s of an earlier run of SpecForge)" if meant and abs(meant - peer["train_s"]) > 1 else ""
+            lines += [f"`{name}` trained {longer:.0f} s longer than SpecForge{why}: no comparison of equal seconds.", ""]
         if early := [point for point in arm["curve"] if point["elapsed_s"] <= peer["train_s"]]:
             reached = f"a tau_replay of {early[-1]['tau_replay']:.3f} after {early[-1]['elapsed_s']:.0f} s"
             lines += [
@@ -83,6 +101,7 @@ def codec_table(codecs: dict[str, Any]) -> list[str]:
         for name in CODECS
         if (found := codecs.get(name))
     ]
+    rows += [[name, "not measured", "-", "-"] for name in CODECS if name not in codecs]
     return table(["codec", "bytes a token", "acceptance length", "held-out accuracy"], rows)
 
 

@@ -13,7 +13,7 @@ class StoreConfig(Section):
 
     codec: Literal["bf16", "lossless", "int8", "int6", "int4"] = Field(
         "lossless",
-        description="How hidden states are stored: bf16 as it is, lossless (about 0.68 of that), int8 (0.51), int6 (0.40), int4 (0.29).",
+        description="How hidden states are stored: bf16 as it is, lossless (about 0.68 of that), int8 (0.51), int6 (0.41), int4 (0.30).",
     )
     zstd: bool = Field(False, description="Compress int8/int6/int4 codes with zstd as well: smaller, slower to read.")
     part_bytes: PositiveInt = Field(1_000_000_000, description="Encoded hidden-state bytes in one part, the unit that is committed.")

@@ -227,7 +227,7 @@ def summary(content: dict[str, Any], lengths: np.ndarray, *, tokens_per_batch: i
     lines.append(
         f"{counted(counts['rows'], 'row')}, {count_text(counts['tokens'])} tokens, {share:.1f}% supervised "
         f"(answers by mask method: {methods}); "
-        f"{counted(counts['truncated_rows'], 'answer')} without end marker; {counted(counts['heldout_rows'], 'row')} held out; "
+        f"{counted(counts['truncated_rows'], 'answer')} without end marker (cut short); {counted(counts['heldout_rows'], 'row')} held out; "
         f"{counted(counts['duplicate_rows'], 'duplicate')}"
     )
     lines.extend(bucket_table(lengths, content["bucket_edges"], tokens_per_batch=tokens_per_batch, packed=packed))
