@@ -30,7 +30,7 @@ from typing import Any
 from dflash_offline import gpus
 from dflash_offline.errors import ProcessError
 from dflash_offline.progress import read_progress
-from dflash_offline.stage import LIFELINE, PROGRESS, SAVING, TERMINATED
+from dflash_offline.stage import LIFELINE, PEERS, PROGRESS, SAVING, TERMINATED
 
 POLL_S = 0.1
 PROGRESS_POLL_S = 1.0
@@ -97,6 +97,7 @@ class Running:
             **self.job.environment,
             LIFELINE: "1",
             PROGRESS: str(self.progress_path),
+            PEERS: str(self.job.peers),
         }
 
     @property

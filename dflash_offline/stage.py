@@ -5,6 +5,7 @@ A stage is started by the supervisor (``processes.py``) with
 ``DFLASH_LIFELINE``  set: stdin is a pipe held open by the supervisor. When it closes, for whatever reason the
                      supervisor went away, the whole process group of the stage is killed: no orphan keeps a GPU.
 ``DFLASH_PROGRESS``  path of the progress file.
+``DFLASH_PEERS``     how many processes like this one, itself included, share the cores of this machine.
 ``DFLASH_COMMAND``   pid of the command that all processes of a run descend from, for the progress file.
 ``CUDA_VISIBLE_DEVICES``  the one GPU of this process, so that its device is always ``cuda:0``; empty for the CPU.
 
@@ -29,6 +30,7 @@ from dflash_offline.progress import Progress
 
 LIFELINE = "DFLASH_LIFELINE"
 PROGRESS = "DFLASH_PROGRESS"
+PEERS = "DFLASH_PEERS"
 SAVING = "writing a checkpoint"  # progress text of a process that is given more time when it is asked to stop
 TERMINATED = 128 + signal.SIGTERM  # exit status of a stage that was asked to stop and did
 

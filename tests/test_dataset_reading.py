@@ -18,10 +18,12 @@ from test_dataset import BLOCK, settings
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
-from dflash_offline.dataset import BatchLoader, Job, MicroBatch, TrainingOrder, stored_indices
+from dflash_offline.dataset import BatchLoader, Job, MicroBatch, TrainingOrder, processes_for, stored_indices
 from dflash_offline.errors import StoreDamagedError, TrainError
 from dflash_offline.layout import Layout
 from dflash_offline.store import HiddenStateStore
+from dflash_offline.train.ranks import Ranks
+from dflash_offline.train.setup import peers_on_host
 
 Source = tuple[Corpus, HiddenStateStore]
 
@@ -111,6 +113,79 @@ def test_damage_found_there_is_said_here(source: Source, order: TrainingOrder, t
         for job in jobs(order, 3):
             apart.load(job)
     apart.close()
+
+
+def test_damage_done_while_processes_start_is_said(source: Source, order: TrainingOrder, tmp_path: Path, capfd: Any) -> None:
+    copy = tmp_path / "hidden_states.zarr"
+    subprocess.run(["cp", "-r", source[1].path, copy], check=True)
+    apart = make(source, processes=1, store=HiddenStateStore(copy))
+    next(copy.glob("part-*/sample_offsets/c/0")).unlink()
+    with pytest.raises(StoreDamagedError, match=r"part-\d+: sample_offsets/c/0: missing"):
+        apart.load(jobs(order, 1)[0])
+    apart.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_checksums_are_compared_by_the_parent_alone(source: Source, order: TrainingOrder, tmp_path: Path) -> None:
+    copy = tmp_path / "hidden_states.zarr"
+    subprocess.run(["cp", "-r", source[1].path, copy], check=True)
+    shard = next(copy.glob("part-00000/*/c/0/0/0"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    store = HiddenStateStore(copy, "deep")
+    assert store.opening(checked=True)().verify == "sizes" and store.opening()().verify == "deep"
+    apart = make(source, processes=1, store=store)
+    with pytest.raises(StoreDamagedError, match=r"part-00000: .*checksum"):
+        for job in jobs(order, 3):
+            apart.load(job)
+    assert not apart._processes._all[0]._described, "no child was asked for anything"  # type: ignore[union-attr]
+    apart.close()
+
+
+def test_signals_while_processes_start_are_left_to_the_parent(source: Source, order: TrainingOrder) -> None:
+    apart = make(source, processes=1)
+    assert apart._processes is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(apart._processes.pids[0], number)
+    assert apart.load(jobs(order, 1)[0]).num_tokens > 0
+    apart.close()
+
+
+def test_modules_of_the_current_folder_are_not_imported(
+    source: Source, order: TrainingOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise RuntimeError('not this one')\n")
+    monkeypatch.chdir(tmp_path)
+    apart = make(source, processes=1)
+    assert apart.load(jobs(order, 1)[0]).num_tokens > 0
+    apart.close()
+
+
+def test_a_process_that_cannot_be_started_is_said(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(TrainError, match=r"cannot be started \(Resource temporarily unavailable\); raise the limits"):
+        make(source, processes=2)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"), [({"DFLASH_PEERS": "8"}, 8), ({"LOCAL_WORLD_SIZE": "4"}, 4), ({}, 2), ({"DFLASH_PEERS": "x"}, 2)]
+)
+def test_cores_are_shared_by_the_training_processes_of_this_host(
+    environment: dict[str, str], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DFLASH_PEERS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert peers_on_host(Ranks(0, 2)) == count
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    assert processes_for(count) == {8: 2, 4: 4, 2: 4}[count]
 
 
 def test_a_process_that_is_killed_is_said(source: Source, order: TrainingOrder) -> None:

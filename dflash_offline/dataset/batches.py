@@ -124,6 +124,13 @@ class BatchLoader:
         """
         return self.read(job) if self._processes is None else self._processes.load(job)
 
+    def check_content(self, job: Job) -> None:
+        """See ``HiddenStateStore.check_content``."""
+        self.store.check_content(self._stored(job))
+
+    def _stored(self, job: Job) -> list[int]:
+        return self.stored[np.asarray(job.rows, dtype=np.int64)].tolist()
+
     def close(self) -> None:
         """End the reading processes."""
         if self._processes is not None:
@@ -155,7 +162,7 @@ class BatchLoader:
         ends = np.cumsum(lengths).tolist()
         spans = list(zip([0, *ends[:-1]], ends, strict=True))
         seeds = [noise_seed(self.train.seed, job.epoch, row.sha256) for row in rows]
-        encoded = self.store.read_encoded(self.stored[np.asarray(job.rows, dtype=np.int64)].tolist(), self.taps)
+        encoded = self.store.read_encoded(self._stored(job), self.taps)
         return MicroBatch(job, spans, blocks, anchor_tokens, labels, supervised, seeds, encoded, time.perf_counter() - began)
 
 

@@ -9,6 +9,7 @@ through memory that both have mapped; what is small comes through a socket.
 A child ends with its parent, however that ends: its socket closes. Signals are the parent's to handle.
 """
 
+import contextlib
 import mmap
 import os
 import pickle
@@ -99,20 +100,24 @@ class ReadingProcess:
     """
 
     def __init__(self, loader: BatchLoader) -> None:
-        self._loader = loader
-        near, far = socket.socketpair()
-        descriptor = _unnamed_file()
-        code = f"from dflash_offline.dataset.reading import serve; serve({far.fileno()}, {descriptor})"
-        with far:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                pass_fds=(far.fileno(), descriptor),
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-            )
+        self._loader, self._described = loader, False
+        with contextlib.ExitStack() as opened:  # a limit on processes or descriptors may be met at any of these
+            try:
+                near, far = socket.socketpair()
+                opened.callback(near.close)
+                opened.callback(far.close)
+                descriptor = _unnamed_file()
+                opened.callback(os.close, descriptor)
+                self._process = _start(far.fileno(), descriptor)
+            except OSError as error:
+                raise TrainError(
+                    f"a process that reads batches cannot be started ({error.strerror}); raise the limits on processes and open files "
+                    '(ulimit -u, ulimit -n), or set [train] reader = "threads"'
+                ) from None
+            opened.pop_all()
+            far.close()
         self._memory, self._connection = SharedMemory(descriptor), Connection(near.detach())
         self.close = weakref.finalize(self, _end, self._process, self._connection, descriptor)
-        self._send(_describe(loader))
 
     def load(self, job: Job) -> MicroBatch:
         """``BatchLoader.load`` of this job, made by the child.
@@ -122,6 +127,10 @@ class ReadingProcess:
             Exception: whatever it raised.
         """
         began = time.perf_counter()
+        self._loader.check_content(job)  # here, for all children: each would check the whole store again
+        if not self._described:  # only now: it may be larger than the socket holds, and would wait for each child to be up
+            self._send(_describe(self._loader))
+            self._described = True
         self._send(job)
         answer = self._receive()
         if isinstance(answer, BaseException):
@@ -168,8 +177,6 @@ class ReadingProcess:
 
 def serve(connection_descriptor: int, memory_descriptor: int) -> None:
     """The child: answers jobs until its parent's end of the socket closes."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     connection, memory = Connection(connection_descriptor), SharedMemory(memory_descriptor)
     loader: BatchLoader | None = None
@@ -209,15 +216,33 @@ def _tensors(values: dict[str, Any]) -> dict[str, Any]:
 
 def _describe(loader: BatchLoader) -> dict[str, Any]:
     settings = {"stored": loader.stored, "train": loader.train, "taps": loader.taps, "block_size": loader.block_size}
-    return {"corpus": loader.corpus.folder, "store": loader.store, "settings": settings}
+    return {"corpus": loader.corpus.folder, "open_store": loader.store.opening(checked=True), "settings": settings}
 
 
 def _open(described: dict[str, Any], memory: SharedMemory) -> BatchLoader:
     from dflash_offline.corpus import Corpus
 
-    store = described["store"]
+    store = described["open_store"]()
     store.take_memory = memory.take
     return BatchLoader(Corpus.open(described["corpus"]), store, **described["settings"], pin=False)
+
+
+def _start(connection_descriptor: int, memory_descriptor: int) -> subprocess.Popen[bytes]:
+    """The child, which imports from where this process does and gets no signal that is its parent's to handle, not even while it starts."""
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from dflash_offline.dataset.reading import serve; "
+        f"serve({connection_descriptor}, {memory_descriptor})"
+    )
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # the child inherits it and keeps it
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=(connection_descriptor, memory_descriptor),
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _portable(error: Exception) -> Exception:

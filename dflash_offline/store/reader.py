@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,22 @@ class HiddenStateStore:
         self._by_hash: dict[bytes, int] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self.path, self.verify, self.parts, self.threads, self._cache)  # a worker process opens it again
+        return self.opening(), ()  # a worker process opens it again
+
+    def opening(self, *, checked: bool = False) -> Callable[[], "HiddenStateStore"]:
+        """What opens this store in another process; ``checked``: with ``"deep"``, its content is not checked again there."""
+        verify = "sizes" if checked and self.verify == "deep" else self.verify
+        return partial(_open, self.path, verify, self.parts, self.threads, self._cache)
+
+    def check_content(self, indices: Sequence[int]) -> None:
+        """With ``verify="deep"``: compare the files of these samples' parts with their checksums, unless that was done before.
+
+        Raises:
+            StoreDamagedError: naming part and file.
+        """
+        if self.verify == "deep":
+            for part in {part.name: part for part, _ in map(self._locate, indices)}.values():
+                part.check_content()
 
     def _map(self) -> Callable[..., Any]:
         """``map``, in this process's own threads: those of the parent do not come along in a fork."""

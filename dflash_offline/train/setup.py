@@ -23,6 +23,7 @@ from dflash_offline.manifest import digest
 from dflash_offline.objective import FrozenHead, Objective
 from dflash_offline.optimizer import AdamW, Weights
 from dflash_offline.precision import DTYPES
+from dflash_offline.stage import PEERS
 from dflash_offline.store import HiddenStateStore
 from dflash_offline.target import Ending, load_embedding_and_head, load_ending
 from dflash_offline.train.partial import Partial
@@ -125,7 +126,7 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device, *, 
         taps=store.positions(wanted) + ([store.num_taps - 1] if train.kl_weight > 0 else []),  # the last one is the last layer's
         block_size=config.drafter.block_size,
         pin=device.type == "cuda",
-        processes=processes_for(ranks.size) if apart else 0,
+        processes=processes_for(peers_on_host(ranks)) if apart else 0,
     )
     folder = identity.model_folder(config)
     shape = planned_shape(config, folder)
@@ -182,6 +183,12 @@ def prepare(config: RunConfig, key: str, ranks: Ranks, device: torch.device, *, 
         },
         partial=partial,
     )
+
+
+def peers_on_host(ranks: Ranks) -> int:
+    """Training processes that share this host's cores, this one included: of several drafters, or this host's ranks of one."""
+    given = os.environ.get(PEERS) or os.environ.get("LOCAL_WORLD_SIZE") or ""
+    return int(given) if given.isdigit() and int(given) > 0 else ranks.size
 
 
 def device_name(device: torch.device) -> str:
