@@ -30,6 +30,7 @@ Phase 2: hidden states -> drafter (the target's layers are not needed)
 What comes out
     ``export``      the form that servers load, checked                   stage ``python -m dflash_offline.export``
     ``evaluate``    the real draft-and-verify loop                        stage ``python -m dflash_offline.evaluate``
+    ``prompts``     the prompt files it reads
     ``replay``      the same loop on stored answers: tau_replay
     ``report``      one page per run, Markdown and HTML                   stage ``python -m dflash_offline.report``
 

@@ -13,6 +13,7 @@ from dflash_offline.config.drafters import own_gpus
 from dflash_offline.errors import DFlashError, StoreError
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_manifest
+from dflash_offline.prompts import data_sets
 from dflash_offline.sharing import shared
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Estimate:
 
     rows: int
     rows_read: int
+    rows_rejected: int
     is_exact: bool
     tokens: int
     supervised_tokens: int
@@ -61,6 +63,7 @@ class Estimate:
 class _Corpus:
     rows: int
     rows_read: int
+    rows_rejected: int
     is_exact: bool
     tokens: int
     supervised: int
@@ -81,12 +84,13 @@ def estimate(
         train_tokens_per_s: of all ranks of a drafter together; the newest training under this root when left out.
 
     Raises:
-        DFlashError: target or corpus cannot be read, or training would refuse a drafter.
+        DFlashError: target or corpus cannot be read, or a later stage would refuse a drafter or a file of prompts.
     """
     from dflash_offline.drafter import check_drafters
     from dflash_offline.plan import num_replicas
 
     check_drafters(config)
+    data_sets(config)
     layout, warnings = Layout(config.root_dir), []
     found = _corpus(config, layout, sample)
     left_tokens, left_rows = found.tokens - found.captured_tokens, found.rows - found.captured_rows
@@ -118,6 +122,7 @@ def estimate(
     return Estimate(
         rows=found.rows,
         rows_read=found.rows_read,
+        rows_rejected=found.rows_rejected,
         is_exact=found.is_exact,
         tokens=found.tokens,
         supervised_tokens=found.supervised,
@@ -173,7 +178,8 @@ def _corpus(config: RunConfig, layout: Layout, sample: int) -> _Corpus:
         share = seen.share_read or 1.0
         supervised, parts = round(seen.supervised_tokens / share), _parts_of_sample(config, seen.lengths, share)
         is_exact = share >= 1.0 and not seen.is_bound
-        return _Corpus(seen.estimated_rows, seen.records, is_exact, seen.estimated_tokens, supervised, 0, 0, parts, seen.is_bound)
+        rows, tokens = seen.estimated_rows, seen.estimated_tokens
+        return _Corpus(rows, seen.records, seen.rejected, is_exact, tokens, supervised, 0, 0, parts, seen.is_bound)
     corpus = Corpus.open(folder)
     store = layout.store(keys.capture_key(config))
     held: set[bytes] = set()
@@ -187,7 +193,15 @@ def _corpus(config: RunConfig, layout: Layout, sample: int) -> _Corpus:
     captured_tokens = int(lengths[captured].sum())
     parts = _parts_of_corpus(config, layout, corpus, captured)
     return _Corpus(
-        len(corpus), len(corpus), True, int(lengths.sum()), counts["supervised_tokens"], int(captured.sum()), captured_tokens, parts
+        len(corpus),
+        counts["records"],
+        counts["rejected"],
+        True,
+        int(lengths.sum()),
+        counts["supervised_tokens"],
+        int(captured.sum()),
+        captured_tokens,
+        parts,
     )
 
 

@@ -23,9 +23,12 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """45s, 14m, 1.3h, 2.5d; seconds up to two minutes, hours up to two days."""
-    if seconds < 120:
+    """45s, 2m08s, 14m, 1.3h, 2.5d: to the second below ten minutes, in hours up to two days."""
+    if seconds < 119.5:
         return f"{seconds:.0f}s"
+    if seconds < 599.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes}m{rest:02}s"
     if seconds < 3600:
         return f"{seconds / 60:.0f}m"
     if seconds < 48 * 3600:

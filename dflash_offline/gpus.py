@@ -15,13 +15,17 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflash_offline import nvidia
 from dflash_offline.errors import ConfigError, ProcessError
+
+if TYPE_CHECKING:
+    from dflash_offline.config import TrainConfig
 
 POLL_S = 0.25
 
@@ -32,6 +36,18 @@ def _listed() -> dict[str, str]:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return {index: uuid for index, uuid in nvidia.ask("index", "uuid")}
     return {}
+
+
+@lru_cache
+def _capabilities() -> dict[str, tuple[int, int]]:
+    """Compute capability of every GPU of this machine by its UUID; none where the driver is too old to tell."""
+    found: dict[str, tuple[int, int]] = {}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        for uuid, text in nvidia.ask("uuid", "compute_cap"):
+            major, _, minor = text.partition(".")
+            if major.isdecimal() and minor.isdecimal():  # else [N/A] or the like
+                found[uuid] = int(major), int(minor)
+    return found
 
 
 def visible() -> list[str]:
@@ -68,6 +84,20 @@ def resolve(gpus: list[int] | str, count: int = 1, *, where: str = "gpus") -> li
         allowed = f"name GPUs from 0 to {len(found) - 1}" if found else 'set it to "cpu" to run without'
         raise ConfigError(f"{where} = {gpus}: {have}, so there is no GPU {missing[0]}; {allowed}")
     return [found[gpu] for gpu in gpus]
+
+
+def check_settings(train: "TrainConfig", devices: Iterable[str | None], *, where: str = "[train]") -> None:
+    """Refuse settings that a device cannot train with (physical ids; None: the CPU). A GPU that does not tell what it is passes.
+
+    Raises:
+        ConfigError: a setting, and what to use in its place.
+    """
+    if train.why_not((0, 0)) is None:
+        return  # they run anywhere: no program has to be asked
+    for device in devices:
+        capability = None if device is None else _capabilities().get(lock_name(device))
+        if (device is None or capability is not None) and (reason := train.why_not(capability)):
+            raise ConfigError(f"{where} {reason}" if device is None else f"{where} {reason} (GPU {device})")
 
 
 def lock_name(gpu: str) -> str:

@@ -16,6 +16,7 @@ A stage's output is the manifest it writes last, never a folder. Keys are in the
 another output and an unchanged one is never made again. Models run as ``python -m dflash_offline.STAGE``.
 """
 
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ import luigi
 
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
+from dflash_offline.gpus import check_settings
 from dflash_offline.manifest import MANIFEST, read_json
 from dflash_offline.processes import CHECKPOINT_GRACE_S, Job, free_port, rank_environment
+from dflash_offline.prompts import data_sets
 from dflash_offline.report.ranking import Ranked, ranked
-from pipelines.base import RunTask, StoppedError, one_line, outcome
+from pipelines.base import RunTask, StoppedError, load, one_line, outcome
 from pipelines.drafters import DrafterTask
 from pipelines.places import (
     Held,
@@ -157,11 +160,12 @@ class TrainDrafter(DrafterTask):
         return bool(self.run_config.train.nodes)
 
     def requires(self) -> luigi.Task:
-        with one_line():  # a GPU that is not there is said now, not after days of capture
+        config = self.run_config
+        with one_line():  # a GPU that is not there, or cannot train like this, is said now, not after days of capture
             if self.drafter:
-                self.share()
+                check_settings(config.train, self.share().gpus.values(), where=config.where("train"))
             elif not self.waits_for_nodes:
-                train_gpus(self.run_config)
+                check_settings(config.train, train_gpus(config))
         return CaptureHiddenStates(config=self.config)
 
     def output(self) -> luigi.LocalTarget:
@@ -237,6 +241,7 @@ class EvaluateDrafter(DrafterTask):
                 self.share()
             elif not self.waits_for_nodes:
                 evaluate_gpu(self.run_config)
+            check_prompts(self.config)
         return TrainDrafter(config=self.config, drafter=self.drafter)
 
     def output(self) -> luigi.LocalTarget:
@@ -311,6 +316,16 @@ def _already_complete(task: DFlashAll) -> None:
 def ranking_lines(found: list[Ranked]) -> list[str]:
     """A line for each evaluated drafter, best first."""
     return [f"{rank}. {one.name}: {one.figures()}, {shown(one.export / one.config.export.formats[0])}" for rank, one in enumerate(found, 1)]
+
+
+@functools.lru_cache
+def check_prompts(path: Path) -> None:
+    """Read the evaluation's prompts, once a process: a line that is none is said now, not after capture and training.
+
+    Raises:
+        EvaluateError: as ``data_sets``.
+    """
+    data_sets(load(path))
 
 
 def target(path: Path) -> luigi.LocalTarget:

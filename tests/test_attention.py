@@ -198,6 +198,9 @@ def test_auto_is_sdpa_on_a_cpu_and_names_are_taken_as_they_are():
     cpu = torch.device("cpu")
     assert choose_attention("auto", head_dim=64, dtype=torch.float32, device=cpu) == "sdpa"
     assert choose_attention("eager", head_dim=64, dtype=torch.float32, device=cpu) == "eager"
+    for name in ("flex", "triton"):  # neither trains there: flex has no backward pass, and the kernels are a GPU's
+        with pytest.raises(TrainError, match=rf'\[train\] attention = "{name}" needs GPUs; with gpus = "cpu" use "auto" or "sdpa"'):
+            choose_attention(name, head_dim=64, dtype=torch.float32, device=cpu)
 
 
 INTERPRETED = """

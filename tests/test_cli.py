@@ -158,6 +158,29 @@ def test_plan_without_a_usable_conversation_is_an_error(run_file: Callable[..., 
     assert text.startswith("error: run.toml: no conversation can be trained on among the 3 rows read") and "PrepareCorpus" in text
 
 
+def test_plan_refuses_prompts_that_the_evaluation_would_refuse(run_file: Callable[..., Path]) -> None:
+    path = run_file(evaluate={"prompts": ["prompts.jsonl"]})
+    assert "error: run.toml: [evaluate] prompts: 'prompts.jsonl' matches no file" in run("plan", "--config", str(path), status=1).output
+    (path.parent / "prompts.jsonl").touch()
+    text = run("plan", "--config", str(path), status=1).output
+    assert text == f"error: run.toml: [evaluate] prompts: {path.parent / 'prompts.jsonl'}: holds no prompts\n"
+
+
+def test_plan_tells_of_rows_that_cannot_be_used(run_file: Callable[..., Path]) -> None:
+    path = run_file()
+    file = path.parent / "corpus.jsonl"
+    good = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([good[0], "{\n", *good[1:], '{"messages": []}\n']))
+    said = f"conversations {len(good)} (2 of {len(good) + 2} rows cannot be used; preparing the corpus names them)"
+    assert said in re.sub(" +", " ", run("plan", "--config", str(path)).stdout)
+    sampled = run("plan", "--sample", "2", "--config", str(path)).stdout
+    assert "(estimated from 2 rows; 1 of 2 rows cannot be used; " in sampled
+    config = RunConfig.load(path)
+    prepare(config, Layout(config.root_dir).corpus(corpus_key(config)), corpus_key(config), Progress(None))
+    found = json.loads(run("plan", "--json", "--config", str(path)).stdout)
+    assert (found["rows"], found["rows_read"], found["rows_rejected"]) == (len(good), len(good) + 2, 2)
+
+
 def test_plan_before_and_after_the_corpus_is_prepared(run_file: Callable[..., Path]) -> None:
     path = run_file()
     before = json.loads(run("plan", "--json", "--config", str(path)).stdout)

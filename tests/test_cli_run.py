@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from dflash_offline import keys
 from dflash_offline.cli import main
 from dflash_offline.cli.following import number_text
+from dflash_offline.cli.inspecting import _identity_text, _some
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.layout import Layout
@@ -177,6 +178,22 @@ def test_inspect_counts_what_is_there(command: Command) -> None:
     assert [row["tokens"] for row in chosen] == [longest] * int((corpus.lengths == longest).sum())
     assert command("inspect", "--samples", "2", "--min-tokens", longest + 1).output.endswith("\n\nno sample is like that\n")
     assert "give --samples N" in command("inspect", "--bucket", 0, status=2).output
+
+
+def test_inspect_names_the_parts_and_buckets_there_are(command: Command) -> None:
+    opened = HiddenStateStore(store())
+    parts, buckets = [name for name, _ in opened.part_sizes()], sorted(set(opened.buckets.tolist()))
+    text = command("inspect", "--samples", 3, "--part", "nope", status=1).output
+    assert f"--part nope: not in {store()}; there are {parts[0]}" in text and "Traceback" not in text
+    text = command("inspect", "--samples", 3, "--bucket", 77, status=1).output
+    assert f"--bucket 77: not in {store()}; there are {', '.join(map(str, buckets))}" in text
+    assert "input_ids" in command("inspect", "--samples", 3, "--part", parts[0], "--bucket", buckets[0]).output
+
+
+def test_inspect_tells_a_file_of_the_identity_in_words() -> None:
+    assert _identity_text([98362432, "af24c0"]) == "98.4 MB, af24c0"
+    assert _identity_text([0, 1, 2]) == [0, 1, 2] and _identity_text("af24") == "af24"
+    assert _some(range(3)) == "0, 1, 2" and _some([]) == "none" and _some(range(1022)).endswith("18, 19 and 1,002 more")
 
 
 def test_inspect_finds_the_store_by_run_file_by_path_and_by_the_folder_above(command: Command, finished_run: Path) -> None:
@@ -352,7 +369,20 @@ def test_evaluate_any_prompt_file(command: Command, tmp_path: Path) -> None:
 def test_generate_marks_who_wrote_what(command: Command) -> None:
     result = command("generate", "1 + 1?", "--max-new-tokens", 6)
     assert "\u00ab" in result.stdout
-    assert re.search(r"\d+ tokens in \d+ steps", result.stderr)
+    assert re.search(r"\d+ tokens in \d+ steps: \d\.\d\d a step \(the first comes from the prompt\)\n$", result.stderr)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpux", "meta", "mps", "cuda:", "cuda:-1", "cuda:x", "CUDA"])
+def test_a_device_that_is_none_is_refused(command: Command, device: str) -> None:
+    for arguments in (("generate", "1 + 1?"), ("evaluate",)):
+        assert f"{device!r}: give cpu, cuda or cuda:N" in command(*arguments, "--device", device, status=2).output
+
+
+def test_a_gpu_beyond_the_last_one_is_refused(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    text = command("generate", "1 + 1?", "--device", "cuda:2", status=1).output
+    assert "cuda:2 is asked for, but this process sees 2 GPUs, numbered from 0" in text
 
 
 def test_generate_on_a_gpu_that_is_not_there_names_both_ways_out(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,9 @@ def test_every_field_is_documented() -> None:
         ("train", "kl_weight = 0.5", "[train] kl_weight needs the target's last hidden state: set [store] store_last_hidden = true"),
         ("train", "tokens_per_batch = 100", "[train] tokens_per_batch = 100 is below [corpus] max_length = 8192"),
         ("train", "slots_per_batch = 8", "[train] slots_per_batch = 8 is below [drafter] block_size = 16"),
+        ("train", 'gpus = "cpu"\nhead_precision = "fp8"', '[train] head_precision = "fp8" needs GPUs; with gpus = "cpu" use "bf16"'),
+        ("train", 'gpus = "cpu"\nattention = "flex"', '[train] attention = "flex" needs GPUs; with gpus = "cpu" use "auto" or "sdpa"'),
+        ("train", 'gpus = "cpu"\nattention = "triton"', '[train] attention = "triton" needs GPUs; with gpus = "cpu" use "auto" or "sdpa"'),
         ("corpus", "bucket_edges = [256, 128]", "[corpus]: bucket_edges = [256, 128]: must rise"),
         ("corpus", "bucket_edges = []", "must be a list of whole numbers above 0"),
         ("corpus", "max_length = 9000", "max_length = 9000 does not fit bucket_edges, which end at 8193"),
@@ -181,6 +184,7 @@ def test_a_setting_of_the_sections_that_no_drafter_has_is_no_fault(tmp_path: Pat
         (with_drafters('name = "a"\ngpus = [1, 2]', 'name = "b"\ngpus = [2]'), "[[drafters]]: GPU 2 is named by a and by b; "),
         (with_drafters('name = "a"\ngpus = "all"', 'name = "b"'), '[[drafters]] a: gpus = "all" would take those of the others'),
         (with_drafters('name = "a"\ngpus = [5, 6, 7]', 'name = "b"'), "[train] gpus = [5, 6, 7] is named by an entry, so b has none"),
+        (with_drafters('name = "a"\ngpus = "cpu"\nattention = "flex"'), '[[drafters]] a: [train] attention = "flex" needs GPUs; '),
         (with_drafters('name = "a"', train=INDEPENDENT + 'nodes = ["x"]'), '[train] nodes is for mode = "ddp"'),
         (with_setting("drafters", 'name = "a"'), "drafters = {'name': 'a'}: must be a list of tables"),
     ],
@@ -212,6 +216,27 @@ def test_no_setting_is_in_both_sections_that_an_entry_overrides() -> None:
 )
 def test_a_refused_host_is_named(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in refusal(tmp_path, with_setting("target", "") + f"\n{text}")
+
+
+def test_settings_that_need_gpus_are_for_hosts_that_have_them(tmp_path: Path) -> None:
+    train = with_setting("train", 'gpus = "cpu"\nhead_precision = "fp8"')
+    assert load(tmp_path, f"{train}\n[hosts.a]\ntrain_gpus = [0]").train.head_precision == "fp8"
+    assert '"fp8" needs GPUs' in refusal(tmp_path, f"{train}\n[hosts.a]\ntarget_gpus = [0]")
+    assert load(tmp_path, with_setting("train", 'gpus = "cpu"\nattention = "eager"')).train.why_not(None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "capability", "reason"),
+    [
+        ("head_precision", "fp8", (8, 9), None),
+        ("head_precision", "fp8", (8, 6), 'needs a GPU with fp8 matrix units (compute capability 8.9 or newer, not 8.6); use "bf16"'),
+        ("attention", "triton", (7, 5), 'needs a GPU with bf16 matrix units (compute capability 8.0 or newer, not 7.5); use "auto"'),
+        ("attention", "flex", (7, 5), None),
+        ("attention", "sdpa", (6, 1), None),
+    ],
+)
+def test_what_a_setting_needs_of_a_gpu(name: str, value: str, capability: tuple[int, int], reason: str | None) -> None:
+    assert TrainConfig(**{name: value}).why_not(capability) == (None if reason is None else f'{name} = "{value}" {reason}')
 
 
 def test_ranks_of_nodes_are_counted_on_each(tmp_path: Path) -> None:

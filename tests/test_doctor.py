@@ -78,6 +78,36 @@ def test_what_training_and_evaluation_would_refuse(tmp_path: Path, tiny_target: 
     assert bad["drafter"].advice and bad["prompts"].advice
 
 
+def test_prompt_files_are_read(tmp_path: Path, tiny_target: Path) -> None:
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1 + 1?"}\n' * 3 + "{\n")
+
+    def check(most: int) -> machine.Check:
+        evaluate = {"prompts": ["sums.jsonl"], "max_prompts": most}
+        path = write_run_file(tmp_path, model=tiny_target, files=[tmp_path / "sums.jsonl"], evaluate=evaluate)
+        return next(each for each in machine.drafters(RunConfig.load(path)) if each.name == "prompts")
+
+    found = check(3)
+    assert (found.level, found.found) == ("ok", "1 file, 3 prompts")
+    found = check(4)
+    assert found.level == "fail" and "sums.jsonl, line 4: not valid JSON" in found.found and found.advice
+
+
+def test_a_gpu_that_cannot_train_with_the_settings_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("dflash_offline.gpus._listed", lambda: {"0": "GPU-a", "1": "GPU-b"})
+    monkeypatch.setattr("dflash_offline.gpus._capabilities", lambda: {"GPU-a": (9, 0), "GPU-b": (8, 6)})
+
+    def failed(gpus: list[int]) -> list[machine.Check]:
+        train = {"gpus": gpus, "head_precision": "fp8"}
+        path = write_run_file(tmp_path, model=tmp_path / "model", files=[tmp_path / "none.jsonl"], train=train)
+        return [check for check in machine.drafters(RunConfig.load(path)) if check.name == "settings"]
+
+    (check,) = failed([0, 1])
+    assert check.level == "fail" and check.advice
+    assert check.found.startswith('[train] head_precision = "fp8" needs a GPU') and check.found.endswith('not 8.6); use "bf16" (GPU 1)')
+    assert failed([0]) == failed([0, 7]) == [], "GPUs that are not there are told in another line"
+
+
 def test_conversation_files_are_looked_for(tmp_path: Path, tiny_target: Path) -> None:
     def check(names: list[str], **sections: dict[str, object]) -> machine.Check:
         path = write_run_file(tmp_path, model=tiny_target, files=names, **sections)

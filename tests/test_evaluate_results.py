@@ -1,7 +1,9 @@
 """What an evaluation reports, the prompts it reads, and exported folders as it takes them."""
 
+import gzip
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,16 @@ import pytest
 import torch
 from tiny_drafters import make_decoder, tensors_of, tiny_shape
 
+from dflash_offline.config import RunConfig
 from dflash_offline.drafter import Drafter
 from dflash_offline.errors import EvaluateError, ExportError
 from dflash_offline.evaluate import Response, compare, dataset_name, evaluate_folder, read_prompts
 from dflash_offline.evaluate.comparison import tie_tolerance
-from dflash_offline.evaluate.prompts import Prompt
 from dflash_offline.evaluate.run import Loop, hold, require_lossless
 from dflash_offline.evaluate.sampling import accept_greedy
 from dflash_offline.evaluate.summary import bootstrap_interval, overall, summarise, table
 from dflash_offline.export import TargetInfo, export_weights
+from dflash_offline.prompts import Prompt, data_sets
 
 
 def test_near_ties_and_differences() -> None:
@@ -88,6 +91,7 @@ def test_bootstrap_interval_covers_the_truth() -> None:
 
 
 def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -102,13 +106,40 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert [prompt.num_turns for prompt in prompts] == [2, 1, 1, 1] and dataset_name(path) == "x"
     assert list(prompts[0].turns()) == [1, 2] and list(prompts[2].turns()) == [3] and prompts[3].messages == [user]
     assert len(read_prompts(path, most=2)) == 2
-    for row, message in (("{", "line 1: not valid JSON"), ({"x": 1}, "line 1: no messages"), ({"messages": [answer]}, "no user message")):
+    empty = {"role": "user", "content": " \n"}
+    for row, message in (
+        ("{", r"line 2: not valid JSON \(Expecting property name enclosed in double quotes at column 2\)$"),
+        ('{"prompt": "cut', r"line 2: not valid JSON \(Unterminated string starting at column 12\)$"),
+        ("[" * 100_000, "line 2: not valid JSON"),
+        ({"x": 1}, "line 2: no messages"),
+        ({"messages": [answer]}, "no user message"),
+        ({"messages": [empty]}, "line 2: the user message is empty"),
+        ({"messages": [user, empty]}, "line 2: the user message is empty"),
+        ({"prompt": ""}, "line 2: the user message is empty"),
+    ):
         with pytest.raises(EvaluateError, match=message):
-            read_prompts(write_lines(tmp_path / "bad.jsonl", [row]), most=9)
+            read_prompts(write_lines(tmp_path / "bad.jsonl", ["", row]), most=9)
     with pytest.raises(EvaluateError, match="holds no prompts"):
         read_prompts(write_lines(tmp_path / "none.jsonl", []), most=9)
-    with pytest.raises(EvaluateError, match="cannot be read"):
-        read_prompts(tmp_path / "absent.jsonl", most=9)
+    packed = bytearray(gzip.compress(path.read_bytes()))
+    packed[10] = 0xFF  # the first byte of what is packed: no such kind of block
+    (tmp_path / "damaged.gz").write_bytes(packed)
+    for name in ("absent.jsonl", "damaged.gz"):
+        with pytest.raises(EvaluateError, match="cannot be read"):
+            read_prompts(tmp_path / name, most=9)
+
+
+def test_data_sets_of_a_run_file(tmp_path: Path, run_file: Callable[..., Path]) -> None:
+    good = write_lines(tmp_path / "a" / "eval-x.jsonl", [{"prompt": "p"}, {"prompt": "q"}, "{"])
+    config = RunConfig.load(run_file(evaluate={"prompts": [str(good)], "max_prompts": 2}))
+    assert {name: len(prompts) for name, prompts in data_sets(config).items()} == {"x": 2}, "what is not asked is not read"
+    other = write_lines(tmp_path / "b" / "x.jsonl", [{"prompt": "p"}])
+    for changes, message in (
+        ({"max_prompts": 3}, rf"run\.toml: \[evaluate\] prompts: {good}, line 3: not valid JSON"),
+        ({"prompts": [str(good), str(other)]}, rf"run\.toml: \[evaluate\] prompts: {other}: another prompt file is called 'x' too"),
+    ):
+        with pytest.raises(EvaluateError, match=message):
+            data_sets(config.model_copy(update={"evaluate": config.evaluate.model_copy(update=changes)}))
 
 
 def test_sampling_follows_the_seed_and_is_not_compared_with_greedy_text(

@@ -15,7 +15,7 @@ from dflash_offline.config import RunConfig
 from dflash_offline.errors import EvaluateError, ExportError
 from dflash_offline.evaluate import Loop
 from dflash_offline.evaluate import __main__ as evaluate_main
-from dflash_offline.evaluate.stage import heldout_rows, precision
+from dflash_offline.evaluate.stage import heldout_rows, precision, report_lines
 from dflash_offline.export import __main__ as export_main
 from dflash_offline.export import export, load_trained, read_drafter
 from dflash_offline.layout import Layout
@@ -181,6 +181,15 @@ def test_precision_follows_the_device(run_file: Callable[..., Path]) -> None:
     assert precision(config, torch.device("cpu")) == torch.float32 and precision(config, torch.device("cuda")) == torch.bfloat16
     chosen = RunConfig.load(run_file(rows=2, target={"dtype": "float32"}, evaluate={"dtype": "bfloat16"}))
     assert precision(chosen, torch.device("cpu")) == torch.bfloat16
+
+
+def test_one_answer_is_called_so() -> None:
+    pair = {"reproduced": 1, "replay": 1.5, "loop": 1.5}
+    results: dict[str, Any] = {"datasets": {}, "device": "cpu", "tau_replay": {"rows": 1, "tau": 1.25, "loop": pair}}
+    told = "tau_replay on 1 held-out row: 1.250; on 1 answer the target writes again: replay 1.500, real loop 1.500"
+    assert report_lines(results) == [told]
+    pair["reproduced"] = 2
+    assert "; on 2 answers the target" in report_lines(results)[0]
 
 
 def test_a_gpu_that_is_not_there_is_refused(run_path: Path) -> None:

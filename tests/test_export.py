@@ -429,6 +429,27 @@ def test_model_card(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "z")
 
 
+def test_a_conversion_takes_the_card_along(tmp_path: Path) -> None:
+    drafter = make_drafter(make_shape())
+    tensors, training = dict(drafter.named_parameters()), {"data": {"rows": 12}, "settings": {"epochs": 6}}
+    datasets = {"gsm8k": {"acceptance_length": 2.6, "interval": [2.5, 2.7], "prompts": 80}}
+    options: dict[str, Any] = {"license_name": "mit", "training": training, "datasets": datasets}
+    for form in ("zlab", "speculators"):
+        export_weights(tmp_path / form, form=form, shape=drafter.shape, tensors=tensors, target=TARGET, **options)
+    convert(tmp_path / "zlab", tmp_path / "there", form="speculators", target=replace(TARGET, name="another/name"))
+    convert(tmp_path / "there", tmp_path / "back", form="zlab", num_target_layers=6)
+    for made, like in (("there", "speculators"), ("back", "zlab")):  # "another/name" is in no card: what it says is of the source
+        assert (tmp_path / made / "README.md").read_text() == (tmp_path / like / "README.md").read_text()
+    card = tmp_path / "zlab" / "README.md"
+    for number, foreign in enumerate(("# A drafter\n\nServe it with vLLM.\n", 'base_model: "\\x"\n## Serve\n## Drafter\n', None)):
+        card.unlink()
+        if foreign is not None:
+            card.write_text(foreign)
+        convert(tmp_path / "zlab", tmp_path / f"foreign-{number}", form="speculators", target=TARGET)
+        assert not (tmp_path / f"foreign-{number}" / "README.md").exists()
+        card.touch()
+
+
 def test_config_has_no_key_left_to_a_default_of_the_reader(tmp_path: Path) -> None:
     """transformers' Qwen3 class, given the exported config, agrees with it on every field it knows."""
     from transformers import Qwen3Config

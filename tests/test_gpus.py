@@ -14,9 +14,18 @@ from pathlib import Path
 import pytest
 
 from dflash_offline import gpus
+from dflash_offline.config import TrainConfig
 from dflash_offline.errors import ConfigError, ProcessError
 
 Machine = Callable[[int], None]
+
+
+COMPUTES = """#!/bin/sh
+case "$1" in
+  *compute_cap*) echo "GPU-22aa-bbbb, [N/A]"; echo "GPU-00aa-bbbb, 8.0"; echo "GPU-11aa-bbbb, 9.0" ;;
+  *) echo "0, GPU-00aa-bbbb"; echo "1, GPU-11aa-bbbb"; echo "2, GPU-22aa-bbbb" ;;
+esac
+"""
 
 
 @pytest.fixture
@@ -30,6 +39,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
     def make(count: int) -> None:
         gpus._listed.cache_clear()
+        gpus._capabilities.cache_clear()
         script = folder / "nvidia-smi"
         script.write_text("#!/bin/sh\n" + "".join(f"echo '{i}, GPU-{i}{i}aa-bbbb'\n" for i in range(count)))
         script.chmod(0o755)
@@ -38,6 +48,23 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
     yield make
     gpus._listed.cache_clear()
+    gpus._capabilities.cache_clear()
+
+
+def test_settings_that_a_gpu_cannot_train_with_are_refused(machine: Machine, tmp_path: Path) -> None:
+    train = TrainConfig(head_precision="fp8")
+    machine(2)
+    gpus.check_settings(train, ["0", "1"])  # an old driver, which does not tell
+    (tmp_path / "bin" / "nvidia-smi").write_text(COMPUTES)
+    gpus._capabilities.cache_clear()
+    gpus._listed.cache_clear()
+    gpus.check_settings(train, ["1", "GPU-11", "2", "MIG-5"])
+    gpus.check_settings(TrainConfig(), ["0", None])
+    for gpu in ("0", "GPU-00aa-bbbb"):
+        with pytest.raises(ConfigError, match=rf'\[train\] head_precision = "fp8" needs .* not 8\.0\); use "bf16" \(GPU {gpu}\)'):
+            gpus.check_settings(train, ["1", gpu])
+    with pytest.raises(ConfigError, match=r'\[\[drafters\]\] a: head_precision = "fp8" needs GPUs; with gpus = "cpu" use "bf16"'):
+        gpus.check_settings(train, [None], where="[[drafters]] a:")
 
 
 def test_cpu_needs_no_gpu(machine: Machine) -> None:

@@ -160,6 +160,7 @@ def test_every_training_setting_is_in_the_key_unless_the_table_says_not(run: Run
     assert not keys.NOT_IN_TRAIN_KEY - set(TrainConfig.model_fields)
     other: dict[str, Any] = {"head_precision": "fp8", "schedule": "wsd", "loss": "dpace", "noise_schedule": "cosine", "betas": [0.8, 0.9]}
     needs: dict[str, dict[str, Any]] = {"dpace_alpha": {"loss": "dpace"}, "noise_schedule": {"noise": 0.5}}  # else it has no effect
+    needs["head_precision"] = {"gpus": [0]}  # else it is refused
     for name, field in TrainConfig.model_fields.items():
         if name in keys.NOT_IN_TRAIN_KEY or name in ("dtype", "kl_weight"):
             continue

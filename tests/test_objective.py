@@ -234,5 +234,5 @@ def test_anchors_are_uniform_over_the_candidates():
 
 
 def test_fp8_head_is_refused_on_a_cpu():
-    with pytest.raises(TrainError, match="fp8"):
+    with pytest.raises(TrainError, match=r'\[train\] head_precision = "fp8" needs GPUs; with gpus = "cpu" use "bf16"'):
         FrozenHead(torch.randn(8, 8), precision="fp8")

@@ -372,6 +372,17 @@ def test_a_gpu_of_a_later_stage_that_is_not_there_is_said_at_once(new_run: Calla
     assert not started(output) and "[train] gpus" in output.splitlines()[-1]
 
 
+def test_a_prompt_file_that_the_evaluation_would_refuse_is_refused_at_the_start(new_run: Callable[[str], Run]) -> None:
+    run = new_run("bad-prompts")
+    run.folder.mkdir()
+    (run.folder / "bad.jsonl").write_text('{"prompt": "1 + 1?"}\n{"prompt"\n')
+    run.write(evaluate={"prompts": ["bad.jsonl"]})
+    output = run.run(status=1)
+    where = f"run.toml: [evaluate] prompts: {run.folder / 'bad.jsonl'}, line 2"
+    assert not started(output)
+    assert output.splitlines()[-1] == f"luigi: error: {where}: not valid JSON (Expecting ':' delimiter at column 10)"
+
+
 @pytest.mark.parametrize(
     ("damaged", "removed", "task", "remedy"),
     [

@@ -4,13 +4,14 @@ import errno
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from dflash_offline import estimate, smoke
+from dflash_offline import estimate, gpus, smoke
 from dflash_offline.config import RunConfig
 from dflash_offline.errors import ConfigError, ProcessError
-from pipelines import places
+from pipelines import TrainDrafter, places
 from pipelines.base import one_line_process_errors
 
 HEAD = '[target]\nmodel = "x"\ngpus = "cpu"\n[corpus]\nfiles = ["c.jsonl"]\n'
@@ -72,6 +73,19 @@ def test_gpus_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.M
     config = load(tmp_path, 'gpus = "all"', 'name = "a"\ngpus = [0]', 'name = "b"')
     with pytest.raises(ConfigError, match="every GPU of this host is named by an entry of .*, so b has none"):
         share(config, "b")
+
+
+@pytest.mark.parametrize(("train", "entries"), [("gpus = [1, 0]", ()), ("gpus = [1]", ('name = "a"\ngpus = [0]', 'name = "b"'))])
+def test_a_setting_that_its_gpu_lacks_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], train: str, entries: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(gpus, "_listed", lambda: {"0": "GPU-a", "1": "GPU-b"})
+    monkeypatch.setattr(gpus, "_capabilities", lambda: {"GPU-a": (8, 0), "GPU-b": (9, 0)})
+    config = load(tmp_path, f'head_precision = "fp8"\n{train}', *entries)
+    name = "a" if entries else ""
+    task = SimpleNamespace(drafter=name, run_config=config.for_drafter(name), share=lambda: share(config, name), waits_for_nodes=False)
+    with pytest.raises(SystemExit, match=r'^luigi: error: .* head_precision = "fp8" needs a GPU with fp8 .* \(GPU 0\)$'):
+        TrainDrafter.requires(task)  # type: ignore[arg-type]
 
 
 def test_a_host_finds_its_place_among_the_nodes(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from dflash_offline.config import RunConfig
 from dflash_offline.dataset import DeviceBatch, Job, Prefetcher
 from dflash_offline.drafter import Drafter, DrafterShape
 from dflash_offline.errors import CheckpointError, TrainError
+from dflash_offline.figures import seconds_text
 from dflash_offline.manifest import damaged_files, read_manifest, write_manifest
 from dflash_offline.progress import Progress
 from dflash_offline.replay import ReplayResult, replay
@@ -33,8 +34,8 @@ from dflash_offline.train.setup import prepare
 from dflash_offline.train.statistics import RankNumbers
 
 LINE = re.compile(
-    r"\[\d+(\.\d)?[smhd]\] step=\d+ loss=\d+\.\d\d acc=[01]\.\d{3} streak=\d+\.\d\d tau=\d+\.\d\d lr=\d\.\de-\d\d noise=\d\.\d{4} "
-    r"\| read=\d+MB/s wait=\d+% train=\d+\.\dKtok/s \| epoch~\d+\.\d\d ETA=\d+(\.\d)?[smhd]"
+    r"\[\d+(\.\d|m\d\d)?[smhd]\] step=\d+ loss=\d+\.\d\d acc=[01]\.\d{3} streak=\d+\.\d\d tau=\d+\.\d\d lr=\d\.\de-\d\d noise=\d\.\d{4} "
+    r"\| read=\d+MB/s wait=\d+% train=\d+\.\dKtok/s \| epoch~\d+\.\d\d ETA=\d+(\.\d|m\d\d)?[smhd]"
 )
 
 
@@ -93,7 +94,9 @@ def test_training_leaves_a_finished_drafter(make_run, capsys: pytest.CaptureFixt
     corpus = runs.open_corpus(run_file)
     assert trained[-1]["tokens"] == 2 * int(corpus.lengths[~corpus.heldout].sum()) == manifest["tokens"]
     assert [path for path in (folder / "tensorboard").iterdir() if path.stat().st_size > 100]
-    lines = [line for line in capsys.readouterr().out.splitlines() if " loss=" in line and "held-out" not in line]
+    said = capsys.readouterr().out
+    assert ", 1 rank on the CPU, attention sdpa; ready after " in said
+    lines = [line for line in said.splitlines() if " loss=" in line and "held-out" not in line]
     assert len(lines) == steps and all(LINE.fullmatch(line) for line in lines), lines
     # the exported weights are the average, not the masters
     saved, _ = newest(folder / "checkpoints", key=manifest["key"])
@@ -293,6 +296,17 @@ def test_status_line_shape() -> None:
     )
     assert records.status_line(row) == line
     assert records.status_line(row | {"slow_ranks": {"2": 1.42, "5": 2.0}}) == line + " | slow: rank 2 x1.4, rank 5 x2.0"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *[(45.2, "45s"), (119.4, "119s"), (119.7, "2m00s"), (128, "2m08s"), (599.4, "9m59s"), (599.6, "10m")],
+        *[(840, "14m"), (4680, "1.3h"), (216_000, "2.5d")],
+    ],
+)
+def test_lines_of_one_minute_differ_while_a_run_is_young(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
 
 
 def test_throughput_watch_says_once_what_got_slow() -> None:

@@ -214,7 +214,7 @@ def operators() -> Callable[..., Any]:
     try:
         import triton  # noqa: F401
     except ImportError:
-        raise TrainError('attention = "triton" needs the triton package, which comes with PyTorch for NVIDIA GPUs; use "flex"') from None
+        raise TrainError('attention = "triton" needs the triton package, which comes with PyTorch for NVIDIA GPUs; use "sdpa"') from None
 
     @torch.library.custom_op("dflash_offline::block_attention", mutates_args=())
     def attention(

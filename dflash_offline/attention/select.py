@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dflash_offline.attention.blocks import BlockLayout
 from dflash_offline.attention.dense import EagerAttention, SdpaAttention
+from dflash_offline.config.train import why_not
 from dflash_offline.errors import TrainError
 
 LARGEST_HEAD = 128  # of the triton path
@@ -29,12 +30,17 @@ class Attention(Protocol):
 
 
 def choose_attention(name: str, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Resolve ``"auto"`` to the fastest exact path of the device; any other name is taken as it is.
+    """Resolve ``"auto"`` to the fastest exact path of the device; any other name is taken as it is, where the device can train with it.
 
     A Hopper or newer GPU gets ``triton`` (bf16 or fp16, heads up to 128 wide), another ``flex``; a CPU gets ``sdpa``. What is chosen is
     still to be proved (``proof.prove``): a failure there is an error, never a slower path in silence.
+
+    Raises:
+        TrainError: the path needs a GPU, or a newer one.
     """
     if name != "auto":
+        if reason := why_not("attention", name, torch.cuda.get_device_capability(device) if device.type == "cuda" else None):
+            raise TrainError(f"[train] {reason}")
         return name
     if device.type != "cuda":
         return "sdpa"

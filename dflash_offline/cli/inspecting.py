@@ -42,11 +42,18 @@ def inspect(
     if not limit and (bucket, min_tokens, max_tokens, part, source) != (None, 0, None, None, None):
         raise click.UsageError("--bucket, --min-tokens, --max-tokens, --part and --source choose what --samples lists; give --samples N")
     from dflash_offline import store as stores
+    from dflash_offline.errors import StoreError
 
     opened = stores.HiddenStateStore(store_path(store, config), verify="off")
     found = stores.summary(opened)
     listed: list[dict[str, Any]] = []
     if limit:
+        for option, value, known in (
+            ("--part", part, [name for name, _ in opened.part_sizes()]),
+            ("--bucket", bucket, list(found.get("buckets", {}))),
+        ):
+            if value is not None and value not in known:
+                raise StoreError(f"{option} {value}: not in {opened.path}; there are {_some(known)}")
         filters = {"bucket": bucket, "min_tokens": min_tokens, "max_tokens": max_tokens, "part": part}
         if source is not None:
             filters["among"] = of_source(opened, load_run(config), source)
@@ -58,7 +65,7 @@ def inspect(
     rows.append(["bytes", f"{bytes_text(found['bytes'])} ({found['bytes']:,})"])
     if found["parts"]:
         rows.append(["bytes/token", f"{found['bytes_per_token']:,.0f}, {found['ratio']:.3f} of bfloat16"])
-    rows += [[_IDENTITY_TITLES.get(name, name), value] for name, value in found["identity"].items()]
+    rows += [[_IDENTITY_TITLES.get(name, name), _identity_text(value)] for name, value in found["identity"].items()]
     if found["url"]:
         rows.append(["kept at", found["url"]])
     rows += [["unfinished", name] for name in found["unfinished"]]
@@ -87,6 +94,20 @@ def inspect(
         table(None, ["sample", "part", "tokens", "supervised", "bucket", "corpus row", "hash"], listed_rows, right=(0, 2, 3, 4, 5))
     for note in found["notes"]:
         click.echo(f"note: {note}")
+
+
+def _identity_text(value: Any) -> Any:
+    """A file is a list of its bytes and a digest in a store's identity."""
+    match value:
+        case [int() as size, str() as digest]:
+            return f"{bytes_text(size)}, {digest}"
+    return value
+
+
+def _some(values: Sequence[Any]) -> str:
+    """The first twenty of a list, and how many more there are."""
+    shown = ", ".join(map(str, values[:20])) or "none"
+    return f"{shown} and {len(values) - 20:,} more" if len(values) > 20 else shown
 
 
 def _layer_names(layer_ids: Sequence[int], num_taps: int) -> list[str]:

@@ -81,9 +81,8 @@ def plan(
     if as_json:
         echo_json(found.to_dict())
     else:
-        exact = "" if found.is_exact else f" (estimated from {found.rows_read:,} rows)"
         rows = [
-            ["conversations", f"{found.rows:,}{exact}"],
+            ["conversations", f"{found.rows:,}{_rows_read(found)}"],
             ["tokens", f"{found.tokens:,}, {found.supervised_tokens:,} supervised"],
             ["already captured", counted(found.captured_rows, "conversation")],
             *_still_to_write(found, run.store.codec),
@@ -106,6 +105,14 @@ def plan(
             f"{found.disk}: the store needs {bytes_text(found.needed_bytes)} more and {bytes_text(found.free_bytes)} are free; make space, "
             "choose another root, a smaller codec or fewer layers, or use --force"
         )
+
+
+def _rows_read(found: "Estimate") -> str:
+    """What the number of conversations was made from, and how many rows are not among them."""
+    notes = [] if found.is_exact else [f"estimated from {found.rows_read:,} rows"]
+    if found.rows_rejected:
+        notes.append(f"{found.rows_rejected:,} of {counted(found.rows_read, 'row')} cannot be used; preparing the corpus names them")
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def _still_to_write(found: "Estimate", codec: str) -> list[list[str]]:

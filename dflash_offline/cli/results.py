@@ -1,6 +1,7 @@
 """Use what was trained: ``export`` it, ``evaluate`` it on prompts, ``generate`` text with it."""
 
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,21 @@ from dflash_offline.figures import counted, finite
 if TYPE_CHECKING:
     from dflash_offline.config import RunConfig
 
-_device_option = click.option("--device", help="cpu, cuda or cuda:N; a GPU where [evaluate] or [train] names one, when left out.")
+
+class DeviceName(click.ParamType):
+    """The devices that a model can run on here."""
+
+    name = "device"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not re.fullmatch(r"cpu|cuda(:(0|[1-9]\d?))?", value):
+            self.fail(f"{value!r}: give cpu, cuda or cuda:N", param, ctx)
+        return value
+
+
+_device_option = click.option(
+    "--device", type=DeviceName(), help="cpu, cuda or cuda:N; a GPU where [evaluate] or [train] names one, when left out."
+)
 _drafter_option = click.option(
     "--drafter", metavar="NAME|DIR", help="Name in [[drafters]], or an exported drafter, ours or another's; the run's own when left out."
 )
@@ -227,4 +242,5 @@ def generate(
         text = click.style(piece.text, fg="green") if piece.drafted else piece.text if colours else f"\u00ab{piece.text}\u00bb"
         click.echo(text, nl=False)
     length = response.step_tokens / response.steps if response.steps else math.nan
-    click.echo(f"\n\n{counted(len(response.tokens), 'token')} in {counted(response.steps, 'step')}: {length:.2f} a step", err=True)
+    told = f"{counted(len(response.tokens), 'token')} in {counted(response.steps, 'step')}: {length:.2f} a step"
+    click.echo(f"\n\n{told} (the first comes from the prompt)", err=True)

@@ -25,7 +25,7 @@ def train(config: Path | None, partial: bool, drafter: str | None) -> None:
     if not partial:
         raise click.UsageError("say --partial to train on the parts committed so far; luigi --module pipelines TrainDrafter trains on all")
     from dflash_offline import keys
-    from dflash_offline.gpus import locked, resolve
+    from dflash_offline.gpus import check_settings, locked, resolve
     from dflash_offline.layout import Layout
     from dflash_offline.processes import CHECKPOINT_GRACE_S, Job, free_port, rank_environment, run_jobs
 
@@ -33,6 +33,7 @@ def train(config: Path | None, partial: bool, drafter: str | None) -> None:
     if drafter is not None:
         run = run.for_drafter(drafter)
     devices = resolve(run.train.gpus, run.train.ranks, where="[train] gpus")
+    check_settings(run.train, devices, where=run.where("train"))
     key = keys.train_key(run)
     port, name = free_port(), f"train-partial-{drafter}" if drafter else "train-partial"
     options = ["--config", str(run.source), "--key", key, "--partial", *(["--drafter", drafter] if drafter else [])]

@@ -223,6 +223,9 @@ class RunConfig(Section):
             raise ValueError(
                 "[train] kl_weight needs the target's last hidden state: set [store] store_last_hidden = true (and capture again)"
             )
+        on_cpu = self.train.gpus == "cpu" and all(host.train_gpus in (None, "cpu") for host in self.hosts.values())
+        if on_cpu and (reason := self.train.why_not(None)):
+            raise ValueError(f"[train] {reason}")
         captured, wanted = self.target.capture_layer_ids, self.drafter.target_layer_ids
         if isinstance(captured, list) and wanted is not None and (missing := [i for i in wanted if i not in captured]):
             raise ValueError(f"[drafter] target_layer_ids names {missing}, which [target] capture_layer_ids = {captured} does not capture")

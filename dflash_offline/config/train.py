@@ -6,6 +6,26 @@ from pydantic import Field, field_validator
 
 from dflash_offline.config.section import Fraction, Gpus, PositiveInt, Section, Seed, check_gpus
 
+# setting and value -> the lowest compute capability that runs it, what that brings, and what to use on such a GPU and on a CPU
+_NEEDS_GPU: dict[tuple[str, str], tuple[tuple[int, int], str, str, str]] = {
+    ("head_precision", "fp8"): ((8, 9), "fp8 matrix units", '"bf16"', '"bf16"'),
+    ("attention", "triton"): ((8, 0), "bf16 matrix units", '"auto"', '"auto" or "sdpa"'),
+    ("attention", "flex"): ((7, 0), "kernels that Triton compiles", '"sdpa"', '"auto" or "sdpa"'),
+}
+
+
+def why_not(setting: str, value: str, capability: tuple[int, int] | None) -> str | None:
+    """Why a setting of [train] cannot run on a GPU of this compute capability (None: on a CPU); None where it can."""
+    if (setting, value) not in _NEEDS_GPU:
+        return None
+    lowest, brings, on_gpu, on_cpu = _NEEDS_GPU[setting, value]
+    if capability is None:
+        return f'{setting} = "{value}" needs GPUs; with gpus = "cpu" use {on_cpu}'
+    if capability < lowest:
+        needs, has = (".".join(map(str, each)) for each in (lowest, capability))
+        return f'{setting} = "{value}" needs a GPU with {brings} (compute capability {needs} or newer, not {has}); use {on_gpu}'
+    return None
+
 
 class TrainConfig(Section):
     """Drafter training."""
@@ -85,3 +105,8 @@ class TrainConfig(Section):
     )
 
     _gpus = field_validator("gpus")(check_gpus)
+
+    def why_not(self, capability: tuple[int, int] | None) -> str | None:
+        """Why these settings cannot run on a GPU of this compute capability (None: on a CPU); None where they can."""
+        settings = (("attention", self.attention), ("head_precision", self.head_precision))
+        return next((reason for name, value in settings if (reason := why_not(name, value, capability))), None)

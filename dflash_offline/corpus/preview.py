@@ -102,6 +102,7 @@ class Peek:
         lengths: tokens of each sampled row, int32 [n].
         supervised_tokens: trained tokens in them.
         records: rows of the files the sample was made from, usable or not.
+        rejected: those of them that cannot be used.
         share_read: of all bytes of all files.
         is_bound: the answers are not written yet, and count as long as they may become.
     """
@@ -109,6 +110,7 @@ class Peek:
     lengths: np.ndarray
     supervised_tokens: int
     records: int
+    rejected: int
     share_read: float
     is_bound: bool = False
 
@@ -135,7 +137,7 @@ def peek(config: RunConfig, num_rows: int) -> Peek:
     is_bound = config.regenerates and not is_answered(config)
     paths = [path for path in (prompt_files(config) if is_bound else corpus_files(config)) if path.stat().st_size]
     measure = _prompt_lengths(config) if is_bound else _row_lengths(config, paths)
-    lengths, supervised, records, read = [np.zeros(0, dtype=np.int32)], 0, 0, 0.0
+    lengths, supervised, records, rejected, read = [np.zeros(0, dtype=np.int32)], 0, 0, 0, 0.0
     most_prompts = config.regenerate.max_prompts if is_bound else None
     wanted = -(-min(num_rows, most_prompts or num_rows) // max(1, len(paths)))
     for i, path in enumerate(paths):
@@ -145,6 +147,7 @@ def peek(config: RunConfig, num_rows: int) -> Peek:
             share = min(1.0, (wanted - taken) / max(1, num_block_rows))
             found = measure(_first_rows(block, wanted - taken))
             records += found.records
+            rejected += found.rejected
             taken += found.records
             lengths.append(found.lengths)
             supervised += found.supervised_tokens
@@ -157,7 +160,7 @@ def peek(config: RunConfig, num_rows: int) -> Peek:
     share = read / total if total else 0.0
     if most_prompts is not None:
         share = min(1.0, max(share, records / most_prompts))
-    return Peek(np.concatenate(lengths), supervised, records, share, is_bound)
+    return Peek(np.concatenate(lengths), supervised, records, rejected, share, is_bound)
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,7 @@ class _Measured:
     lengths: np.ndarray
     supervised_tokens: int
     records: int
+    rejected: int
 
 
 def _row_lengths(config: RunConfig, paths: list[Path]) -> Callable[[Block], _Measured]:
@@ -172,9 +176,10 @@ def _row_lengths(config: RunConfig, paths: list[Path]) -> Callable[[Block], _Mea
 
     def measure(block: Block) -> _Measured:
         result = maker(block)
+        records, rejected = result.counts.records, sum(result.counts.rejected.values())
         if result.arrays is None:
-            return _Measured(np.zeros(0, dtype=np.int32), 0, result.counts.records)
-        return _Measured(result.arrays["lengths"], int(np.count_nonzero(result.arrays["loss_mask"])), result.counts.records)
+            return _Measured(np.zeros(0, dtype=np.int32), 0, records, rejected)
+        return _Measured(result.arrays["lengths"], int(np.count_nonzero(result.arrays["loss_mask"])), records, rejected)
 
     return measure
 
@@ -200,7 +205,7 @@ def _prompt_lengths(config: RunConfig) -> Callable[[Block], _Measured]:
             answered = len(turns) * section.max_new_tokens
             lengths.append(min(most, asked + answered))
             supervised += min(answered, lengths[-1])
-        return _Measured(np.array(lengths, dtype=np.int32), supervised, records)
+        return _Measured(np.array(lengths, dtype=np.int32), supervised, records, records - len(lengths))
 
     return measure
 

@@ -11,6 +11,7 @@ from dflash_offline.config import DEMO_MODEL, RunConfig
 from dflash_offline.doctor.check import Check, wants_gpu
 from dflash_offline.errors import DFlashError
 from dflash_offline.figures import bytes_text, counted
+from dflash_offline.prompts import data_sets
 from dflash_offline.watch.gpus import GpuReader
 from dflash_offline.watch.hosts import available_bytes
 
@@ -69,6 +70,7 @@ def drafters(config: RunConfig) -> Iterator[Check]:
     """What later stages would refuse: the shape of each drafter, the files of conversations and of prompts."""
     from dflash_offline import demo, identity
 
+    yield from _settings_of_gpus(config)
     folder = None
     with contextlib.suppress(DFlashError):  # then ``target`` has said so
         folder = identity.target_folder(config)
@@ -87,10 +89,26 @@ def drafters(config: RunConfig) -> Iterator[Check]:
                 yield Check(name, "fail", str(error), "mend its settings in the run file")
     yield _conversations(config)
     try:
-        files = len(config.evaluation_prompts())
-        yield Check("prompts", "ok", counted(files, "file") if files else "none: held-out conversations only")
+        sets = data_sets(config)
+        found = f"{counted(len(sets), 'file')}, {counted(sum(map(len, sets.values())), 'prompt')}"
+        yield Check("prompts", "ok", found if sets else "none: held-out conversations only")
     except DFlashError as error:
-        yield Check("prompts", "fail", str(error), "mend [evaluate] prompts in the run file")
+        yield Check("prompts", "fail", str(error), "mend that file, or [evaluate] prompts in the run file")
+
+
+def _settings_of_gpus(config: RunConfig) -> Iterator[Check]:
+    """Settings that the GPUs which train cannot run."""
+    from dflash_offline.gpus import check_settings, resolve
+
+    for each in config.each_drafter():
+        try:
+            devices = resolve(each.train.gpus, each.train.ranks)
+        except DFlashError:
+            continue  # ``gpus`` has said which are not there
+        try:
+            check_settings(each.train, devices, where=each.where("train"))
+        except DFlashError as error:
+            yield Check(f"settings {each.name}".rstrip(), "fail", str(error), "change the setting, or name other GPUs in the run file")
 
 
 def _conversations(config: RunConfig) -> Check:

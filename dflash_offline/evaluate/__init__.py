@@ -1,7 +1,7 @@
 """Does the drafter accept? A real draft-and-verify loop on the real target, and the replay of held-out rows.
 
 ==================  ==================================================================================
-``prompts.py``      prompt files, one data set each; the chat template
+``prompts.py``      prompts -> token ids: the chat template (``dflash_offline.prompts`` reads the files)
 ``target_steps.py`` ``SteppedTarget``: the target with a KV cache that can be put back
 ``sampling.py``     which drafted tokens are accepted: greedy, or the exact rejection rule
 ``decoder.py``      ``Decoder``: the loop (``stream``, ``generate``) and the target alone (``generate_plain``)
@@ -22,10 +22,10 @@ from dflash_offline.evaluate.comparison import Comparison, compare
 from dflash_offline.evaluate.decoder import Decoder, Emission, Response
 from dflash_offline.evaluate.generation import TextRun, generate
 from dflash_offline.evaluate.loading import load_decoder, make_drafter
-from dflash_offline.evaluate.prompts import Prompt, dataset_name, read_prompts
 from dflash_offline.evaluate.run import Loop
 from dflash_offline.evaluate.stage import evaluate, evaluate_folder
 from dflash_offline.evaluate.target_steps import SteppedTarget
+from dflash_offline.prompts import Prompt, dataset_name, read_prompts
 
 __all__ = [
     "BatchedDecoder",

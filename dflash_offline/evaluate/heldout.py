@@ -15,6 +15,7 @@ import torch
 
 from dflash_offline.evaluate.decoder import Decoder, Response
 from dflash_offline.evaluate.run import Loop
+from dflash_offline.figures import counted
 from dflash_offline.replay import ReplayResult, answers, replay
 
 AGREEMENT = 0.03
@@ -75,7 +76,7 @@ def tau_replay(
         comparison["agrees"] = difference < AGREEMENT
         if difference >= AGREEMENT:
             say(
-                f"WARNING: on {sum(whole)} held-out answers tau_replay is {expected:.3f} but the real loop accepts {real:.3f} "
+                f"WARNING: on {counted(sum(whole), 'held-out answer')} tau_replay is {expected:.3f} but the real loop accepts {real:.3f} "
                 f"({difference:.0%} apart, {AGREEMENT:.0%} allowed): what was stored is not what the loop sees; "
                 "check layers, template and precision"
             )

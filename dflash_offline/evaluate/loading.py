@@ -9,6 +9,7 @@ from dflash_offline.errors import EvaluateError
 from dflash_offline.evaluate.decoder import Decoder
 from dflash_offline.evaluate.target_steps import SteppedTarget
 from dflash_offline.export.reading import check_fits, check_tensors
+from dflash_offline.figures import counted
 from dflash_offline.target import facts, load_embedding_and_head, load_target, load_tokenizer
 
 
@@ -38,6 +39,7 @@ def load_decoder(
         where: names the drafter in messages.
 
     Raises:
+        EvaluateError: this process does not see the GPU.
         ExportError: the drafter does not fit the target.
         TargetError: the target cannot be loaded.
     """
@@ -46,6 +48,8 @@ def load_decoder(
         raise EvaluateError(
             f'{device} is asked for, but this process sees no GPU; give --device cpu, or set [evaluate] gpus = "cpu" for the run'
         )
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise EvaluateError(f"{device} is asked for, but this process sees {counted(count, 'GPU')}, numbered from 0")
     known = facts(target_folder, trust_remote_code=trust_remote_code)
     check_fits(shape, where=where, hidden_size=known.hidden_size, vocab_size=known.vocab_size, num_layers=known.num_layers)
     check_tensors(Path(where), tensors, shape)

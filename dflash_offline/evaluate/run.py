@@ -11,8 +11,9 @@ from dflash_offline.errors import EvaluateError
 from dflash_offline.evaluate.batched import BatchedDecoder, Work, supports
 from dflash_offline.evaluate.comparison import Comparison, compare
 from dflash_offline.evaluate.decoder import Decoder, Response
-from dflash_offline.evaluate.prompts import Prompt, encode
+from dflash_offline.evaluate.prompts import encode
 from dflash_offline.evaluate.summary import summarise
+from dflash_offline.prompts import Prompt
 
 Say = Callable[[str], None]
 

@@ -10,10 +10,8 @@ import torch
 from dflash_offline import identity, keys
 from dflash_offline.config import RunConfig
 from dflash_offline.drafter import DrafterShape
-from dflash_offline.errors import EvaluateError
 from dflash_offline.evaluate.heldout import HeldoutRow, tau_replay
 from dflash_offline.evaluate.loading import load_decoder
-from dflash_offline.evaluate.prompts import Prompt, dataset_name, read_prompts
 from dflash_offline.evaluate.run import Loop, Say, require_lossless, run_dataset
 from dflash_offline.evaluate.summary import number, overall, table
 from dflash_offline.export.reading import read_drafter
@@ -23,6 +21,7 @@ from dflash_offline.layout import Layout
 from dflash_offline.manifest import read_json, write_json, write_manifest
 from dflash_offline.precision import DTYPES
 from dflash_offline.progress import Progress
+from dflash_offline.prompts import read_data_sets
 from dflash_offline.target import facts, load_tokenizer
 
 RESULTS = "results.json"
@@ -111,11 +110,7 @@ def run_files(
     loop: Loop, tokenizer: Any, files: list[Path], *, max_prompts: int, progress: Progress, **options: Any
 ) -> dict[str, dict[str, Any]]:
     """Every prompt file as one data set (``run_dataset``); options are passed on to it."""
-    sets: dict[str, list[Prompt]] = {}
-    for path in files:
-        if dataset_name(path) in sets:
-            raise EvaluateError(f"{path}: another prompt file is called {dataset_name(path)!r} too; data sets go by file name")
-        sets[dataset_name(path)] = read_prompts(path, most=max_prompts)
+    sets = read_data_sets(files, most=max_prompts)
     total, done = sum(len(prompts) for prompts in sets.values()), 0
 
     def count() -> None:
@@ -162,10 +157,11 @@ def report_lines(results: dict[str, Any]) -> list[str]:
     lines = table(results["datasets"], results["overall"]) if results["datasets"] else []
     replayed = results.get("tau_replay")
     if replayed and replayed["tau"] is not None:
-        line = f"tau_replay on {replayed['rows']} held-out rows: {replayed['tau']:.3f}"
+        line = f"tau_replay on {counted(replayed['rows'], 'held-out row')}: {replayed['tau']:.3f}"
         if replayed["loop"] and replayed["loop"]["loop"] is not None:
             pair = replayed["loop"]
-            line += f"; on {pair['reproduced']} answers the target writes again: replay {pair['replay']:.3f}, real loop {pair['loop']:.3f}"
+            again = counted(pair["reproduced"], "answer")
+            line += f"; on {again} the target writes again: replay {pair['replay']:.3f}, real loop {pair['loop']:.3f}"
         lines.append(line)
     if results.get("temperature"):
         lines.append(

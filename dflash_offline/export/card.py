@@ -2,10 +2,13 @@
 
 import json
 import math
+import re
 from typing import Any
 
 from dflash_offline.drafter import DrafterShape
 from dflash_offline.export.formats import Format, TargetInfo, tensor_shapes
+
+_OF_THE_FORM = ("## Serve", "## Drafter")  # what a card says of the format it is about
 
 
 def serve_commands(form: Format, *, target: str, folder: str, block_size: int) -> dict[str, str]:
@@ -86,6 +89,32 @@ def model_card(
         if table:
             lines += [f"## {title}", "", *(f"- {name}: {_show(value)}" for name, value in table.items()), ""]
     return "\n".join(lines)
+
+
+def converted_card(card: str, *, form: Format, shape: DrafterShape) -> str | None:
+    """The card of a folder in the other format -> the card in this one: other serve commands, the rest as it stands.
+
+    Returns:
+        None where it is no card that ``model_card`` wrote: what somebody else's says of its own form is not known.
+    """
+    parts, name = _parts(card), re.search(r'^base_model: (".*")$', card, re.MULTILINE)
+    if name is None or not set(_OF_THE_FORM) <= {_heading(part) for part in parts}:
+        return None
+    try:
+        target = TargetInfo(json.loads(name[1]), [])
+    except ValueError:
+        return None
+    made = {_heading(part): part for part in _parts(model_card(form=form, shape=shape, target=target, license_name=""))}
+    return "\n\n".join(made[_heading(part)] if _heading(part) in _OF_THE_FORM else part for part in parts) + "\n"
+
+
+def _parts(card: str) -> list[str]:
+    """What is above the first heading of level 2, and each with the text below it."""
+    return [part.rstrip("\n") for part in re.split(r"^(?=## )", card, flags=re.MULTILINE)]
+
+
+def _heading(part: str) -> str:
+    return part.split("\n", 1)[0]
 
 
 def _show(value: Any) -> str:

@@ -6,6 +6,7 @@ Legend: V vocabulary rows, H hidden size, R rows (slots) of a chunk.
 import torch
 from torch import Tensor
 
+from dflash_offline.config.train import why_not
 from dflash_offline.errors import TrainError
 
 FP8_LARGEST = 448.0  # largest float8_e4m3fn
@@ -22,10 +23,9 @@ class FrozenHead:
         assert not weight.requires_grad, "the head is the target's and is never trained"
         self.weight, self.precision = weight, precision
         if precision == "fp8":
-            if weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device) < (8, 9):
-                raise TrainError(
-                    '[train] head_precision = "fp8" needs a GPU with fp8 matrix units (compute capability 8.9 or newer); use "bf16"'
-                )
+            capability = torch.cuda.get_device_capability(weight.device) if weight.device.type == "cuda" else None
+            if reason := why_not("head_precision", precision, capability):
+                raise TrainError(f"[train] {reason}")
             if any(size % 16 for size in weight.shape):
                 raise TrainError(
                     f'[train] head_precision = "fp8" needs sizes that are multiples of 16, not {tuple(weight.shape)}; use "bf16"'

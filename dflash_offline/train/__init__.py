@@ -85,9 +85,10 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
         state.resume(trainer)
         laps.end("ranks and checkpoint")
         if ranks.first:
+            place = setup.machine["device"] if device.type == "cuda" else "the CPU"
             progress.say(
                 f"training {count_text(setup.weights.numel)} parameters on {counted(len(setup.order.rows), 'conversation')}: "
-                f"{counted(setup.order.total_steps, 'step')}, {counted(ranks.size, 'rank')} on {setup.machine['device']}, "
+                f"{counted(setup.order.total_steps, 'step')}, {counted(ranks.size, 'rank')} on {place}, "
                 f"attention {setup.machine['attention']}; ready after {laps}"
             )
             if partial is not None:
