@@ -16,7 +16,7 @@ from dflash_offline.config import DEMO_MODEL, RunConfig
 EPOCHS, ANCHORS, LR, LAYERS, BLOCK, MASK = 4, 96, 6e-4, 5, 16, 16
 RESULT = Path(__file__).resolve().parent / "results" / "quality_h200.json"
 PEER_SECONDS = 222.0  # of an earlier reading; used until the peer's pace is known here
-SECONDS = {"prepare": 130, "specforge": 310, "equal": 260, "time": 320, "codec": 65}  # of a part on a fresh machine with an H200
+SECONDS = {"prepare": 130, "specforge": 310, "equal": 260, "time": 320, "codec": 210}  # of a part on a fresh machine with an H200
 # a small drafter bears a higher rate than those of the published recipes; decayed weights, as epochs are many
 MODERN = {"loss": "dpace", "schedule": "wsd", "ema": 0.999, "lr": 2e-3, "weight_decay": 0.05}
 RECIPES: dict[str, dict[str, Any]] = {  # ``share``: of the micro-batch of ``equal``, in context tokens
@@ -130,7 +130,7 @@ def parse(argv: list[str] | None, *, description: str) -> argparse.Namespace:
     parser.add_argument("--heldout-rows", type=int, default=128)
     parser.add_argument("--heldout-tokens", type=int, default=320)
     parser.add_argument("--codec", default="bf16", choices=["bf16", "lossless"], help="of the store that is captured into; both are exact")
-    parser.add_argument("--codec-epochs", type=float, default=3.0)
+    parser.add_argument("--codec-epochs", type=float, default=8.0)
     parser.add_argument("--codec-rows", type=int, default=3000)
     parser.add_argument("--last-hidden", action="store_true", help="store the last layer's output too; time-kl sets it by itself")
     parser.add_argument("--max-steps", type=int, help="stop every training early (to try this script)")

@@ -178,10 +178,10 @@ def test_a_path_with_a_wrong_gradient_is_refused():
         prove(HalfGradient(), windows={None}, **GEOMETRY)
 
 
-def test_the_switch_that_hides_a_race_is_refused(monkeypatch):
+def test_the_switch_that_hides_a_race_is_refused():
     switch = "force_compile" + "_during_fx_trace"
-    monkeypatch.setattr(torch._dynamo.config, switch, True)
-    with pytest.raises(TrainError, match=switch):
+    # not with monkeypatch, which deletes what it did not find in the module's __dict__: the switch would be gone for what follows
+    with torch._dynamo.config.patch(switch, True), pytest.raises(TrainError, match=switch):
         prove(SdpaAttention(), windows={None}, **GEOMETRY)
 
 
