@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -65,3 +66,9 @@ def finite(value: Any) -> Any:
 def counted(number: int, noun: str, *, plural: str | None = None) -> str:
     """``1 sample``, ``2,000 samples``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def first_of(values: Sequence[object], most: int, separator: str = ", ") -> str:
+    """``a, b, c and 1,200 more``: the first ``most`` values, and how many there are besides; ``none`` where there is none."""
+    shown = separator.join(map(str, values[:most])) or "none"
+    return f"{shown} and {len(values) - most:,} more" if len(values) > most else shown

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.errors import DFlashError, StoreError
-from dflash_offline.figures import counted
+from dflash_offline.figures import counted, first_of
 from dflash_offline.layout import Layout
 
 _KEY = re.compile(r"[0-9a-f]{16}")
@@ -58,19 +58,16 @@ def _of_root(config: RunConfig) -> Iterator[str]:
     if found:
         yield (
             f"{layout.root} also holds {counted(len(found), 'store')} with another key, in brackets what differs: "
-            f"{_first(found, ', ')}; that is fine, each has a folder of its own, but this run file captures anew"
+            f"{first_of(found, _SHOWN)}; that is fine, each has a folder of its own, but this run file captures anew"
         )
     if unread:
-        yield f"{counted(len(unread), 'other store')} below {layout.root} cannot be read and is left out here: {_first(unread, '; ')}"
+        which = first_of(unread, _SHOWN, "; ")
+        yield f"{counted(len(unread), 'other store')} below {layout.root} cannot be read and is left out here: {which}"
 
 
 def _differing(mine: dict[str, object], other: dict[str, object]) -> list[str]:
     """Names of the fields that only one of them has, or that have another value there."""
     return [name for name in {**mine, **other} if name not in mine or name not in other or mine[name] != other[name]]
-
-
-def _first(texts: list[str], separator: str) -> str:
-    return separator.join(texts[:_SHOWN]) + ("" if len(texts) <= _SHOWN else f" and {len(texts) - _SHOWN} more")
 
 
 def _of_url(config: RunConfig) -> Iterator[str]:

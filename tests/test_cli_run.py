@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from dflash_offline import keys
 from dflash_offline.cli import main
 from dflash_offline.cli.following import number_text
-from dflash_offline.cli.inspecting import _identity_text, _some
+from dflash_offline.cli.inspecting import _identity_text
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
+from dflash_offline.figures import first_of
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_manifest
 from dflash_offline.store import HiddenStateStore
@@ -193,7 +194,8 @@ def test_inspect_names_the_parts_and_buckets_there_are(command: Command) -> None
 def test_inspect_tells_a_file_of_the_identity_in_words() -> None:
     assert _identity_text([98362432, "af24c0"]) == "98.4 MB, af24c0"
     assert _identity_text([0, 1, 2]) == [0, 1, 2] and _identity_text("af24") == "af24"
-    assert _some(range(3)) == "0, 1, 2" and _some([]) == "none" and _some(range(1022)).endswith("18, 19 and 1,002 more")
+    assert first_of(range(3), 20) == "0, 1, 2" and first_of([], 20) == "none"
+    assert first_of(range(1022), 20).endswith("18, 19 and 1,002 more")
 
 
 def test_inspect_finds_the_store_by_run_file_by_path_and_by_the_folder_above(command: Command, finished_run: Path) -> None:

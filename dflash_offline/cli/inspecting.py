@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_offline.cli.options import StoreLocation, echo_json, json_option, load_run, store_arguments, store_path, table
-from dflash_offline.figures import bytes_text, counted
+from dflash_offline.figures import bytes_text, counted, first_of
 
 if TYPE_CHECKING:
     from dflash_offline.config import RunConfig
@@ -53,7 +53,7 @@ def inspect(
             ("--bucket", bucket, list(found.get("buckets", {}))),
         ):
             if value is not None and value not in known:
-                raise StoreError(f"{option} {value}: not in {opened.path}; there are {_some(known)}")
+                raise StoreError(f"{option} {value}: not in {opened.path}; there are {first_of(known, 20)}")
         filters = {"bucket": bucket, "min_tokens": min_tokens, "max_tokens": max_tokens, "part": part}
         if source is not None:
             filters["among"] = of_source(opened, load_run(config), source)
@@ -102,12 +102,6 @@ def _identity_text(value: Any) -> Any:
         case [int() as size, str() as digest]:
             return f"{bytes_text(size)}, {digest}"
     return value
-
-
-def _some(values: Sequence[Any]) -> str:
-    """The first twenty of a list, and how many more there are."""
-    shown = ", ".join(map(str, values[:20])) or "none"
-    return f"{shown} and {len(values) - 20:,} more" if len(values) > 20 else shown
 
 
 def _layer_names(layer_ids: Sequence[int], num_taps: int) -> list[str]:

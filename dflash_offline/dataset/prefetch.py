@@ -69,9 +69,6 @@ class Prefetcher(Generic[Job, Item]):
                 self._changed.notify_all()
 
     def _items(self) -> Generator[Item, None, None]:
-        if self._at_once == 1:
-            yield from map(self._load, self._jobs)
-            return
         with ThreadPoolExecutor(self._at_once, "prefetch") as threads:
             loading: deque[Future[Item]] = deque()
             try:

@@ -12,7 +12,7 @@ T tokens of a sample, K taps, k selected taps, H hidden size.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -136,9 +136,7 @@ class HiddenStateStore:
         Raises:
             StoreDamagedError: naming part and file.
         """
-        if self.verify == "deep":
-            for part in {part.name: part for part, _ in map(self._locate, indices)}.values():
-                part.check_content()
+        _check_content(part for part, _ in map(self._locate, indices))
 
     def _map(self) -> Callable[..., Any]:
         """``map``, in this process's own threads: those of the parent do not come along in a fork."""
@@ -322,8 +320,7 @@ class HiddenStateStore:
         What threads share out among themselves are pieces of a few MB, so that one long sample is read by all of them;
         but not of small chunks, whose reading is mostly Python: threads would only wait for each other.
         """
-        for part in {part.name: part for part, _, _ in ranges}.values():
-            part.check_content()
+        _check_content(part for part, _, _ in ranges)
         pieces, end = [], 0
         for part, start, stop in ranges:
             for array, view in zip(part.arrays, out, strict=True):
@@ -364,6 +361,11 @@ class HiddenStateStore:
 
 def _open(path: Path, verify: Verify, parts: list[str], threads: int, cache: dict[str, Any]) -> HiddenStateStore:
     return HiddenStateStore(path, verify, parts=parts, threads=threads, **cache)
+
+
+def _check_content(parts: Iterable[StoredPart]) -> None:
+    for part in {part.name: part for part in parts}.values():
+        part.check_content()
 
 
 def _bytes(array: torch.Tensor) -> np.ndarray:
