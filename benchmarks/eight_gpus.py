@@ -7,6 +7,7 @@
 Each case runs ``luigi --module pipelines DFlashAll`` in a fresh root with fresh kernel caches and adds itself to
 benchmarks/results/eight_gpus.json: capture tokens/s of each replica and in all, training tokens/s of each rank and in
 all, seconds until each process computed its first batch or step, peak memory of each GPU, shares of time spent waiting.
+Other layouts and depths keep entries of their own, as ``qwen27b, 1+1``.
 
 - ``smollm2``: SmolLM2 and a corpus, both given.
 - ``qwen27b``: a dense Qwen3 of Qwen3.6-27B's size with random weights, written once, block 16, up to 512 anchors a row,
@@ -286,6 +287,15 @@ def train_figures(root: Path, ranks: int) -> dict[str, Any]:
     }
 
 
+def label(name: str, arguments: argparse.Namespace) -> str:
+    """Key of a case in the result: its name, and what of it differs from the reference layout at full depth."""
+    layout = f"{len(arguments.capture_gpus)}+{len(arguments.train_gpus)}"
+    if set(arguments.capture_gpus) & set(arguments.train_gpus) and not arguments.cpu:
+        layout += " shared"
+    parts = [name] + ([layout] if layout != "5+3" else [])
+    return ", ".join(parts + ([f"{arguments.layers} layers"] if arguments.layers and name == "qwen27b" else []))
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -326,14 +336,14 @@ def main() -> None:
     try:
         for name in arguments.cases:
             found = run_case(name, arguments, work)
-            result["cases"][name] = found
+            result["cases"][label(name, arguments)] = found
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-            print(json.dumps({name: found}, indent=1), flush=True)
+            print(json.dumps({label(name, arguments): found}, indent=1), flush=True)
     finally:
         if arguments.work is None and not arguments.keep:
             shutil.rmtree(work, ignore_errors=True)
-    if any(result["cases"][name]["status"] for name in arguments.cases):
+    if any(result["cases"][label(name, arguments)]["status"] for name in arguments.cases):
         sys.exit(1)
 
 

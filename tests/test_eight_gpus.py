@@ -17,7 +17,7 @@ def test_two_replicas_and_a_rank_are_measured(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--tiny", "--cpu", "--out", str(out), "--work", str(tmp_path / "work")]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    found = json.loads(out.read_text())["cases"]["qwen27b"]
+    found = json.loads(out.read_text())["cases"]["qwen27b, 2+1"]
     assert found["capture_packed"] and found["capture_padding"] == 0 and found["failures"] == 0
     assert found["capture_tokens"] > 5000 and all(rate > 0 for rate in found["capture_tokens_per_s"]["replicas"].values())
     assert found["train_steps"] == 6 and found["train_tokens_per_s"]["all"] > 0
