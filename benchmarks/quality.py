@@ -46,7 +46,7 @@ from dflash_offline.train.ranks import Ranks
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from quality_decode import Judge, ratio  # noqa: E402
 from quality_recode import recode  # noqa: E402
-from quality_settings import MODERN, PEER_SECONDS, RECIPES, SECONDS, locked, parse, run_file  # noqa: E402
+from quality_settings import MODERN, PACE, PEER_SECONDS, RECIPES, SECONDS, locked, parse, run_file  # noqa: E402
 
 
 class Bench:
@@ -182,7 +182,7 @@ class Bench:
         allowed = min(seconds, self.left_s - 45)  # what is left also has to do for compiling again and for decoding
         if allowed < seconds:
             print(f"{name}: the peer trained {seconds:.0f} s, {allowed:.0f} s are left", flush=True)
-        epochs = max(0.05, 0.87 * allowed / step_s / steps_per_epoch)  # the rest is for evaluations on the way and the last checkpoint
+        epochs = max(0.05, PACE * allowed / step_s / steps_per_epoch)
         print(f"{name}: {1e3 * step_s:.1f} ms a step, {steps_per_epoch} steps an epoch: {epochs:.2f} epochs in {allowed:.0f} s", flush=True)
         settled = {"epochs": round(epochs, 2), "evaluate_every": max(1, int(epochs * steps_per_epoch / 10))}
         config = run_file(self.options, name, codec=self.options.codec, **(recipe | settled), **self.limit())

@@ -16,6 +16,7 @@ from dflash_offline.config import DEMO_MODEL, RunConfig
 EPOCHS, ANCHORS, LR, LAYERS, BLOCK, MASK = 4, 96, 6e-4, 5, 16, 16
 RESULT = Path(__file__).resolve().parent / "results" / "quality_h200.json"
 PEER_SECONDS = 222.0  # of an earlier reading; used until the peer's pace is known here
+PACE = 0.8  # of the time allowed: a step of the first 80 was seen to take 35 ms and one of thousands 42, evaluations included
 SECONDS = {"prepare": 130, "specforge": 310, "equal": 260, "time": 320, "codec": 210}  # of a part on a fresh machine with an H200
 # a small drafter bears a higher rate than those of the published recipes; decayed weights, as epochs are many
 MODERN = {"loss": "dpace", "schedule": "wsd", "ema": 0.999, "lr": 2e-3, "weight_decay": 0.05}

@@ -9,7 +9,7 @@ from tiny_drafters import make_decoder, overfit, own_text, prompt_ids, tensors_o
 
 from dflash_offline.drafter import Drafter
 from dflash_offline.evaluate import load_decoder
-from dflash_offline.evaluate.batched import BatchedDecoder, supports
+from dflash_offline.evaluate.batched import BatchedDecoder, _Steps, supports
 from dflash_offline.evaluate.comparison import compare
 
 
@@ -80,6 +80,25 @@ def test_slots_are_refilled_and_buffers_grow(tiny_target: Path, greedy_text: tup
             cut = found[name].first(20 + len(prompts[name]) % 3)
             assert (cut.tokens, cut.accepted) == (one.tokens, one.accepted), name
         assert drafter is sliding or max(found[8].accepted) > 0
+
+
+def test_free_slots_stay_where_they_are(tiny_target: Path, greedy_text: tuple[list[int], list[int]], overfitted: Drafter) -> None:
+    """A free slot may accept more than a live one; were it to advance, it would leave its buffer before the live one ends."""
+    prompt, text = greedy_text
+    decoder = make_decoder(tiny_target, overfitted)
+    together = BatchedDecoder(decoder, 3)
+    prompts = [prompt_ids(2, 3), prompt, prompt + text[:5]]  # one that accepts little, and two that end and leave their slots
+    steps = _Steps(together, length=128, size=decoder.block_size, old=None, live=[])
+    steps.admit([0, 1, 2], prompts)
+    for number in range(40):
+        if number == 2:
+            steps.release(1)
+            steps.release(2)
+        steps.step(together._clock)
+        assert number < 2 or (steps.start[1:].tolist(), steps.taps_at[1:].tolist()) == ([0, 0], [0, 0])
+        if steps.start[0] > 100:
+            break
+    assert number > 5
 
 
 @pytest.mark.gpu

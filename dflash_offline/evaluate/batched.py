@@ -137,13 +137,14 @@ class _Steps:
         self.taps = torch.zeros(num_rows, size, taps, dtype=decoder.embedding.dtype, device=device)  # of the last step
         self.taps_at = torch.zeros(num_rows, dtype=torch.long, device=device)  # position of its first row
         self.block = torch.zeros(num_rows, size, dtype=torch.long, device=device)
+        self.taken = torch.zeros(num_rows, dtype=torch.long, device=device)  # 1 where a slot holds a sequence, else 0
         self.offsets = torch.arange(size, device=device)
         if old is not None and live:
             self._take_over(old)
         self.draft, self.verify = _Recorded(self._draft, owner), _Recorded(self._verify, owner)
 
     def _take_over(self, old: "_Steps") -> None:
-        for name in ("bonus", "start", "taps", "taps_at"):
+        for name in ("bonus", "start", "taps", "taps_at", "taken"):
             getattr(self, name).copy_(getattr(old, name))
         for layer, pair in old.target.cache.buffers.items():
             grown = tuple(buffer.new_zeros(buffer.shape[0], self.length, *buffer.shape[2:]) for buffer in pair)
@@ -170,12 +171,12 @@ class _Steps:
         if self.drafter is not None:
             self.drafter.add_context(step.hidden, positions, at)
         self.bonus[at], self.start[at], self.taps_at[at] = first, lengths, lengths
-        self.taps[at] = 0
+        self.taps[at], self.taken[at] = 0, 1
         return first.tolist(), _best(logits)
 
     def release(self, row: int) -> None:
-        """A free slot goes on computing at the beginning of its row, where it disturbs nobody."""
-        for tensor in (self.bonus, self.start, self.taps_at):
+        """A free slot goes on computing, always at the beginning of its row, where it disturbs nobody and leaves no buffer."""
+        for tensor in (self.bonus, self.start, self.taps_at, self.taken):
             tensor[row] = 0
 
     @torch.inference_mode()
@@ -195,7 +196,7 @@ class _Steps:
         self.taps.copy_(self.hidden)
         self.taps_at.copy_(self.start)
         self.bonus.copy_(bonus[:, 0])
-        self.start.add_(accepted + 1)
+        self.start.add_((accepted + 1) * self.taken)
         counts = accepted.tolist()
         return emitted, counts, best, drafted_at - began, clock() - drafted_at
 
