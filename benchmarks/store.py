@@ -11,10 +11,11 @@ codecs   on real hidden states (SmolLM2, conversations of the demo): stored byte
          figure of a bf16 forward pass against an fp32 one: an error below that is lost in it
 files    the Qwen3-8B shape (5 taps of 4096), lengths of a realistic mix, values made of the real ones: writing, then reading whole
          samples in random order into memory (pinned where there is a GPU), page cache warm and cold
+memory   writing the same into a folder in memory: what the writer does when no disk holds it back
 device   encoding and decoding kernels, GB/s of bf16 taken or produced
 
-Peers, on the same values: ``torch.save`` per sample read with ``mmap=True`` (SpecForge), the same gzipped (its option),
-safetensors per sample (speculators). And the store's own files through zarr-python and zarrs.
+Peers, on the same values: ``torch.save`` per sample read with ``mmap=True`` (SpecForge), the same gzipped (its option, at 0.02
+GB/s: the first samples only), safetensors per sample (speculators). And the store's own files through zarr-python and zarrs.
 
 Writes benchmarks/results/store.json, one entry a machine.
 """
@@ -47,6 +48,7 @@ from dflash_offline.config import StoreConfig
 RESULTS = Path(__file__).parent / "results" / "store.json"
 TAPS, HIDDEN = 5, 4096
 REAL_LAYERS = (1, 8, 14, 20, 27)
+GZIP_GIGABYTES = 0.4  # of bf16
 CUDA = torch.cuda.is_available()
 
 
@@ -251,38 +253,59 @@ def timed_reads(read: Callable[[list[int]], Any], count: int, seconds: float) ->
     return min(done, count) / (time.perf_counter() - begun)
 
 
+def placed(samples: list[torch.Tensor]) -> list[torch.Tensor]:
+    """On the GPU, where capture has them."""
+    return [sample.cuda() for sample in samples] if CUDA and sum(sample.nbytes for sample in samples) < 60e9 else samples
+
+
+def timed_write(write: Callable[[Path], None], folder: Path, bf16_bytes: int) -> dict[str, float]:
+    folder.mkdir()
+    begun, used = time.perf_counter(), time.process_time()
+    write(folder)
+    wall, cpu = time.perf_counter() - begun, time.process_time() - used
+    return {"write_gb_per_s_bf16": round(bf16_bytes / 1e9 / wall, 2), "write_cores": round(cpu / wall, 2)}
+
+
+def memory_section(real: list[torch.Tensor], gigabytes: float, folder: Path) -> dict[str, Any]:
+    samples = list(made_samples(real, gigabytes))
+    statistics = ChannelStatistics.from_rows([samples[0][:512]])
+    bf16_bytes, here, result = sum(sample.nbytes for sample in samples), placed(samples), {}
+    for name in CODECS:
+        result[name] = timed_write(lambda path, name=name: write_store(path, name, here, statistics), folder / name, bf16_bytes)
+        shutil.rmtree(folder / name)
+        print("in memory:", name, result[name], flush=True)
+    return {"bf16_gb": round(bf16_bytes / 1e9, 2), "ways": result}
+
+
 def files_section(real: list[torch.Tensor], gigabytes: float, folder: Path, seconds: float) -> dict[str, Any]:
     samples = list(made_samples(real, gigabytes))
     statistics = ChannelStatistics.from_rows([samples[0][:512]])
-    bf16_bytes, result = sum(sample.nbytes for sample in samples), {}
-    here = [sample.cuda() for sample in samples] if CUDA and gigabytes < 60 else samples
+    here, result = placed(samples), {}
+    counts = {"torch.save+gzip": max(8, int(len(samples) * GZIP_GIGABYTES / gigabytes))}
     ways: dict[str, Callable[[Path], None]] = {
         "torch.save": lambda path: torch_save(path, samples, zipped=False),
-        "torch.save+gzip": lambda path: torch_save(path, samples, zipped=True),
+        "torch.save+gzip": lambda path: torch_save(path, samples[: counts["torch.save+gzip"]], zipped=True),
         "safetensors": lambda path: safetensors_save(path, samples),
         **{name: lambda path, name=name: write_store(path, name, here, statistics) for name in CODECS},
     }
     for name, write in ways.items():
-        (folder / name).mkdir()
-        begun, used = time.perf_counter(), time.process_time()
-        write(folder / name)
-        wall, cpu = time.perf_counter() - begun, time.process_time() - used
+        bf16_bytes = sum(sample.nbytes for sample in samples[: counts.get(name)])
+        written = timed_write(write, folder / name, bf16_bytes)
         files = [path for path in (folder / name).rglob("*") if path.is_file()]
         stored = sum(path.stat().st_size for path in files)
         result[name] = {
             "bytes_over_bf16": round(stored / bf16_bytes, 4),
             "files_per_gb": round(len(files) / (stored / 1e9), 1),
-            "write_gb_per_s_bf16": round(bf16_bytes / 1e9 / wall, 2),
-            "write_cores": round(cpu / wall, 2),
+            **written,
         }
         print(name, result[name], flush=True)
     for name, read in readers({name: folder / name for name in ways}).items():
-        place = result.setdefault(name, {})
+        place, count = result.setdefault(name, {}), min(counts.get(name, len(samples)), len(samples))
         drop_cache(folder / name.split(" ")[0])
-        place["read_cold_samples_per_s"] = round(timed_reads(read, len(samples), seconds), 2)
-        read(list(range(min(8, len(samples)))))
-        timed_reads(read, len(samples), seconds)
-        place["read_warm_samples_per_s"] = round(max(timed_reads(read, len(samples), seconds) for _ in range(3)), 2)
+        place["read_cold_samples_per_s"] = round(timed_reads(read, count, seconds), 2)
+        read(list(range(min(8, count))))
+        timed_reads(read, count, seconds)
+        place["read_warm_samples_per_s"] = round(max(timed_reads(read, count, seconds) for _ in range(3)), 2)
         print(name, place, flush=True)
     base = result["torch.save"]
     for place in result.values():
@@ -290,7 +313,7 @@ def files_section(real: list[torch.Tensor], gigabytes: float, folder: Path, seco
             place[f"{kind}_over_torch.save"] = round(place[f"read_{kind}_samples_per_s"] / base[f"read_{kind}_samples_per_s"], 2)
     return {
         "samples": len(samples),
-        "bf16_gb": round(bf16_bytes / 1e9, 2),
+        "bf16_gb": round(sum(sample.nbytes for sample in samples) / 1e9, 2),
         "threads": store.HiddenStateStore(folder / "int8").threads,
         "ways": result,
     }
@@ -331,7 +354,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="real hidden states saved by --save-rows")
     parser.add_argument("--save-rows", type=Path, help="save 1500 tokens of real hidden states here, and stop")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
-    parser.add_argument("--sections", default="codecs,device,files")
+    parser.add_argument("--sections", default="codecs,device,memory,files")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1 if not CUDA else 8)
@@ -351,6 +374,10 @@ def main() -> None:
         print(json.dumps(result["codecs"], indent=1), flush=True)
     if "device" in sections:
         result["device"] = device_section(real["rows"])
+    if "memory" in sections:
+        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        with tempfile.TemporaryDirectory(dir=shared) as memory:
+            result["memory"] = memory_section(real["rows"], options.gigabytes, Path(memory))
     if "files" in sections:
         folder = Path(tempfile.mkdtemp(dir=options.folder))
         try:
