@@ -11,19 +11,16 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import xxhash
 import zstandard
+from crc32c import crc32c as crc32c_number  # lets other threads run meanwhile; the library zarr uses keeps the interpreter's lock
 
 ABSENT = 2**64 - 1  # offset and size of a chunk that does not exist
 _thread = threading.local()  # a compressor of each thread
 _WINDOW = 64  # most chunks of a group
 _GROUP_BYTES = 4 << 20  # of a group, before compression
 _GROUPS_AHEAD = 8  # groups encoded ahead of the one being written, so that a shard is never held twice
-
-
-crc32c_number = google_crc32c.value
 
 
 def crc32c(data: Any) -> bytes:
