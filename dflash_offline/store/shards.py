@@ -12,10 +12,10 @@ read. A shard file is its encoded chunks one after another, then ``C * K`` pairs
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numcodecs.zstd import Zstd
@@ -225,81 +225,131 @@ class ShardedArray:
                 f"{self.folder / name}: the file is missing; tokens {start} to {stop} of its part cannot be read"
             ) from None
         with opened as file:
-            index, base, pieces = self._index(shard, file), shard * self.shard_tokens, []
-            chunks = range((start - base) // size, -(-(stop - base) // size))
-            for c, entries in zip(chunks, index[chunks.start : chunks.stop, taps].tolist(), strict=True):
-                token = base + c * size
-                first, last = max(start, token), min(stop, token + size)
-                for tap, (offset, nbytes), place in zip(taps, entries, out[:, first - start : last - start], strict=True):
-                    piece = _Piece(file, tap, token, first, last, offset, nbytes, place)
-                    if offset == ABSENT:
-                        raise StoreDamagedError(f"{file}: no chunk for {piece}; it has been damaged")
-                    pieces.append(piece)
+            base = shard * self.shard_tokens
+            begin, end = (start - base) // size, -(-(stop - base) // size)
+            wanted = self._index(shard, file)[begin:end, list(taps)].reshape(-1, 2)
+            chunks = _Chunks(self, file, taps, base + begin * size, start, stop, wanted, out)
             read = self._read_compressed if self.meta.zstd else self._read_raw
-            return sum(read(file, run) for run in _adjacent(pieces))
+            return sum(read(chunks, first, last) for first, last in chunks.runs())
 
-    def _read_raw(self, file: ShardFile, run: list["_Piece"]) -> int:
+    def _read_raw(self, chunks: "_Chunks", begin: int, end: int) -> int:
         """One read that scatters: whole chunks go straight to where they are wanted, the others by way of the scratch."""
-        checks, buffers, bodies = bytearray(4 * len(run)), [], []
-        behind = memoryview(checks)
-        spare = _buffer(2 * self.chunk_bytes * (1 + self.meta.shape[1]))
-        for i, piece in enumerate(run):
-            if piece.nbytes != self.chunk_bytes + 4:
-                raise StoreDamagedError(f"{piece.file}: the chunk of {piece} has {piece.nbytes} bytes, not {self.chunk_bytes + 4}")
-            if piece.last - piece.first < self.chunk_tokens:
-                body, spare = spare[: self.chunk_bytes], spare[self.chunk_bytes :]
-            else:
-                body = piece.out.reshape(-1)
-            bodies.append(body)
-            buffers += [body, behind[4 * i : 4 * i + 4]]
-        length = sum(piece.nbytes for piece in run)
-        if file.preadv(buffers, run[0].offset) != length:
-            raise StoreDamagedError(f"{run[0].file}: cut short before the end of {run[-1]}")
-        for piece, body, check in zip(run, bodies, np.frombuffer(checks, "<u4").tolist(), strict=True):
+        file, offset, length = chunks.file, *chunks.extent(begin, end)
+        if length != (end - begin) * (self.chunk_bytes + 4):
+            raise StoreDamagedError(
+                f"{file}: the chunks of {chunks.name(begin)} to {chunks.name(end - 1)} have {length} bytes, "
+                f"not {end - begin} times {self.chunk_bytes + 4}"
+            )
+        checks, buffers = bytearray(4 * (end - begin)), []
+        behind, spare = memoryview(checks), _buffer(2 * self.chunk_bytes * (1 + self.meta.shape[1]))
+        bodies = list(chunks.whole(begin, end))
+        cut = [i for i, body in enumerate(bodies) if body is None]
+        for number, i in enumerate(cut):
+            bodies[i] = spare[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
+        for i, body in enumerate(bodies):
+            buffers += (body, behind[4 * i : 4 * i + 4])
+        if file.preadv(buffers, offset) != length:
+            raise StoreDamagedError(f"{file}: cut short before the end of {chunks.name(end - 1)}")
+        for i, (body, check) in enumerate(zip(bodies, np.frombuffer(checks, "<u4").tolist(), strict=True)):
             if crc32c_number(body) != check:
-                raise piece.damaged()
-            if piece.last - piece.first < self.chunk_tokens:
-                piece.out[:] = body.reshape(self.chunk_tokens, -1)[piece.first - piece.token : piece.last - piece.token]
+                raise chunks.damaged(begin + i)
+        for i in cut:
+            chunks.put(begin + i, bodies[i])
         return length
 
-    def _read_compressed(self, file: ShardFile, run: list["_Piece"]) -> int:
-        length = sum(piece.nbytes for piece in run)
+    def _read_compressed(self, chunks: "_Chunks", begin: int, end: int) -> int:
+        file, offset, length = chunks.file, *chunks.extent(begin, end)
         held = _buffer(length + self.chunk_bytes)
         buffer, spare = held[:length], held[length:]
-        if file.preadv([buffer], run[0].offset) != length:
-            raise StoreDamagedError(f"{run[0].file}: cut short before the end of {run[-1]}")
-        for piece in run:
-            raw, buffer = buffer[: piece.nbytes], buffer[piece.nbytes :]
+        if file.preadv([buffer], offset) != length:
+            raise StoreDamagedError(f"{file}: cut short before the end of {chunks.name(end - 1)}")
+        at = 0
+        for i, (body, size) in enumerate(zip(chunks.whole(begin, end), chunks.sizes[begin:end], strict=True)):
+            raw, at = buffer[at : at + size], at + size
             if crc32c(raw[:-4]) != raw[-4:].tobytes():
-                raise piece.damaged()
-            whole = piece.last - piece.first == self.chunk_tokens
-            chunk = piece.out.reshape(-1) if whole else spare
+                raise chunks.damaged(begin + i)
+            chunk = spare if body is None else body
             try:
                 Zstd().decode(raw[:-4], chunk)
             except (RuntimeError, ValueError):  # another size than ours
-                raise piece.damaged() from None
-            if not whole:
-                piece.out[:] = chunk.reshape(self.chunk_tokens, -1)[piece.first - piece.token : piece.last - piece.token]
+                raise chunks.damaged(begin + i) from None
+            if body is None:
+                chunks.put(begin + i, chunk)
         return length
 
 
-class _Piece(NamedTuple):
-    """What is wanted of one chunk: tokens ``first`` to ``last`` of a tap, into ``out``."""
+class _Chunks:
+    """What is wanted of a shard: chunks side by side along the tokens, of each the taps in the order wanted.
 
-    file: ShardFile
-    tap: int
-    token: int  # first of the chunk
-    first: int
-    last: int
-    offset: int  # of the chunk in the file
-    nbytes: int
-    out: np.ndarray  # uint8 [last - first, bytes of a token]
+    Numbered token chunk by token chunk, tap by tap. Everything but the first and the last token chunk is wanted whole.
 
-    def __str__(self) -> str:
-        return f"tap {self.tap}, tokens from {self.token}"
+    Args:
+        token: first of the first token chunk; start, stop: the tokens wanted.
+        wanted: uint64 ``[n, 2]`` offset and size of each in the file.
+        out: uint8 ``[k, stop - start, bytes of a token]``, each tap's rows contiguous.
+    """
 
-    def damaged(self) -> StoreDamagedError:
-        return StoreDamagedError(f"{self.file}: the chunk of {self} does not fit its checksum; it has been damaged")
+    def __init__(
+        self,
+        array: ShardedArray,
+        file: ShardFile,
+        taps: Sequence[int],
+        token: int,
+        start: int,
+        stop: int,
+        wanted: np.ndarray,
+        out: np.ndarray,
+    ) -> None:
+        self.array, self.file, self.taps = array, file, taps
+        self.token, self.start, self.stop, self._out = token, start, stop, out
+        self.offsets, self.sizes = wanted[:, 0].tolist(), wanted[:, 1].tolist()
+        if (wanted[:, 0] == ABSENT).any():
+            raise StoreDamagedError(f"{file}: no chunk for {self.name(self.offsets.index(ABSENT))}; it has been damaged")
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Numbers [begin, end) of chunks that lie one after another in the file: each run is one read."""
+        begin, size = 0, 0
+        for i, (offset, nbytes) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            if size and (offset != self.offsets[begin] + size or i - begin == _READ_CHUNKS or size + nbytes > _READ_BYTES):
+                yield begin, i
+                begin, size = i, 0
+            size += nbytes
+        yield begin, len(self.sizes)
+
+    def extent(self, begin: int, end: int) -> tuple[int, int]:
+        """Offset and bytes of a run in the file."""
+        return self.offsets[begin], self.offsets[end - 1] + self.sizes[end - 1] - self.offsets[begin]
+
+    def _rows(self, number: int) -> tuple[int, int]:
+        """Tokens [first, last) of a chunk that are wanted, counted from ``start``."""
+        token = self.token + number // len(self.taps) * self.array.chunk_tokens
+        return max(self.start, token) - self.start, min(self.stop, token + self.array.chunk_tokens) - self.start
+
+    def whole(self, begin: int, end: int) -> Iterator[np.ndarray | None]:
+        """Where each chunk of a run belongs, uint8 [chunk bytes]; None where it is not wanted whole."""
+        places, taps = self._out.reshape(len(self._out), -1), len(self.taps)
+        width = places.shape[1] // max(1, self.stop - self.start)
+        while begin < end:
+            (first, last), tap = self._rows(begin), begin % taps
+            count = min(taps - tap, end - begin)
+            if last - first == self.array.chunk_tokens:
+                yield from places[tap : tap + count, first * width : last * width]
+            else:
+                yield from [None] * count
+            begin += count
+
+    def put(self, number: int, chunk: np.ndarray) -> None:
+        """Copy the wanted tokens of a chunk, uint8 [chunk bytes], to where they belong."""
+        (first, last), token = self._rows(number), self.token + number // len(self.taps) * self.array.chunk_tokens
+        skipped = self.start + first - token
+        self._out[number % len(self.taps), first:last] = chunk.reshape(self.array.chunk_tokens, -1)[skipped : skipped + last - first]
+
+    def name(self, number: int) -> str:
+        token = self.token + number // len(self.taps) * self.array.chunk_tokens
+        return f"tap {self.taps[number % len(self.taps)]}, tokens from {token}"
+
+    def damaged(self, number: int) -> StoreDamagedError:
+        return StoreDamagedError(f"{self.file}: the chunk of {self.name(number)} does not fit its checksum; it has been damaged")
 
 
 def _buffer(length: int) -> np.ndarray:
@@ -308,16 +358,3 @@ def _buffer(length: int) -> np.ndarray:
     if held is None or len(held) < length:
         held = _thread.buffer = np.empty(max(length, _READ_BYTES), np.uint8)
     return held[:length]
-
-
-def _adjacent(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Group chunks that lie one after another in the file: each group is one read."""
-    run: list[_Piece] = []
-    for piece in pieces:
-        apart = run and piece.offset != run[-1].offset + run[-1].nbytes
-        if apart or len(run) == _READ_CHUNKS or (run and piece.offset + piece.nbytes - run[0].offset > _READ_BYTES):
-            yield run
-            run = []
-        run.append(piece)
-    if run:
-        yield run
