@@ -184,7 +184,7 @@ def run_file_sections(arguments: argparse.Namespace, *, model: Path, files: list
         | {
             "epochs": 1,
             "max_steps": arguments.steps,
-            "tokens_per_batch": longest,
+            "tokens_per_batch": longest * 3 // 2,
             "micro_batches_per_step": ranks,
             "anchors": 512 if not arguments.tiny else 8,
             "slots_per_batch": 16384 if not arguments.tiny else 256,

@@ -80,6 +80,27 @@ def test_part_of_an_epoch_and_a_limit_of_steps(
     assert [rows.tolist() for rows in order.step(0).micro_batches] == [rows.tolist() for rows in whole.step(0).micro_batches]
 
 
+def test_how_full_micro_batches_are_is_said_with_what_to_change(opened: tuple[Corpus, HiddenStateStore]) -> None:
+    corpus = opened[0]
+    longest = int(np.asarray(corpus.lengths).max())
+    shared = {"micro_batches_per_step": 1, "anchors": 64, "slots_per_batch": 2 * 64 * BLOCK}
+    tight = settings(tokens_per_batch=longest * 4 // 3, **shared)  # two of the long rows seldom fit
+    order = TrainingOrder(corpus, tight, block_size=BLOCK)
+    live, padded = np.zeros(2), np.zeros(2)
+    for number in range(order.total_steps // 3):  # the first of three epochs
+        step = order.step(number)
+        for rows in step.micro_batches:
+            loader = BatchLoader(corpus, opened[1], stored_indices(*opened), tight, taps=[0], block_size=BLOCK, pin=False)
+            batch = loader.load(Job(number, 0, 0, rows, order.shapes[step.bucket]))
+            live += batch.blocks.num_live, corpus.lengths[rows].sum()
+            padded += batch.blocks.num_blocks, batch.blocks.num_context
+    assert order.fill() == pytest.approx(tuple(live / padded))
+    assert order.fill()[0] < 0.95 and f"tokens_per_batch = {longest * 4 // 3} could be 768" in order.fill_line()
+    for tokens in (longest, 2 * longest):  # never two, and nearly always two
+        other = TrainingOrder(corpus, settings(tokens_per_batch=tokens, **shared), block_size=BLOCK)
+        assert "could be" not in other.fill_line()
+
+
 def test_more_anchors_than_slots_still_fit(opened: tuple[Corpus, HiddenStateStore]) -> None:
     loader = make_loader(opened, anchors=512, slots_per_batch=40)
     order = TrainingOrder(opened[0], loader.train, block_size=BLOCK)

@@ -18,6 +18,7 @@ from dflash_offline.store import HiddenStateStore
 
 _CONTEXT_MULTIPLE = 128  # context tokens of a shape are rounded up to this (a tile of the attention kernel)
 _BLOCKS_MULTIPLE = 8
+_WELL_FILLED, _ENOUGH_STEPS = 0.95, 10  # fewer steps say little of how full they are in the long run
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,28 @@ class TrainingOrder:
                 raise TrainError(f"[train]: {error}") from None
             self._cached = (epoch, order)
         return self._cached[1]
+
+    def fill(self) -> tuple[float, float]:
+        """Of what the first epoch's micro-batches are padded to, the shares that are real: blocks, context tokens."""
+        live, padded = np.zeros(2), np.zeros(2)
+        for micro_batches in self._epoch(0)[: self._ends[0]]:
+            for rows in micro_batches:
+                shape = self.shapes[int(self._buckets[rows[0]])]
+                live += int(self._blocks[rows].sum()), int(self._lengths[rows].sum())
+                padded += shape.blocks, shape.context
+        return float(live[0] / padded[0]), float(live[1] / padded[1])
+
+    def fill_line(self) -> str:
+        """:meth:`fill` to print, with what to change where blocks are few: padding costs the time of blocks."""
+        blocks, context = self.fill()
+        line = f"micro-batches: {blocks:.0%} of the block slots and {context:.0%} of the context tokens that are computed are real"
+        enough = _round_up(3 * int(self._lengths.max()) // 2, _CONTEXT_MULTIPLE)
+        if blocks < _WELL_FILLED and self._ends[0] >= _ENOUGH_STEPS and self.train.tokens_per_batch < enough:
+            line += (
+                f"; long rows leave little room for another: [train] tokens_per_batch = {self.train.tokens_per_batch} "
+                f"could be {enough}, which trains faster"
+            )
+        return line
 
     @property
     def total_steps(self) -> int:

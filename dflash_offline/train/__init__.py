@@ -91,6 +91,7 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
                 f"{counted(setup.order.total_steps, 'step')}, {counted(ranks.size, 'rank')} on {place}, "
                 f"attention {setup.machine['attention']}; ready after {laps}"
             )
+            progress.say(setup.order.fill_line())
             if partial is not None:
                 progress.say(
                     f"this is a drafter of {counted(len(partial.parts), 'part')}, "
