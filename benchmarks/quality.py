@@ -325,6 +325,9 @@ def head_line(arms: dict[str, Any]) -> dict[str, Any]:
             | {"heldout_acc": arm["heldout_acc"], "steps": arm["steps"]}
             for name, arm in codecs.items()
         }
+        exact = codecs.get("lossless")
+        for name in codecs if exact else ():
+            line["codecs"][name]["over_lossless"] = ratio(codecs[name]["tokens_steps"], exact["tokens_steps"], list(exact["tokens_steps"]))
     return line
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-CODECS = ("bf16", "lossless", "int8", "int6", "int4")
+CODECS = {name: name for name in ("bf16", "lossless", "int8", "int6", "int4")} | {"lossless-fp8": 'lossless, `head_precision = "fp8"`'}
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -95,14 +95,16 @@ def equal_time(arms: dict[str, Any], comparisons: dict[str, Any]) -> list[str]:
 
 
 def codec_table(codecs: dict[str, Any]) -> list[str]:
-    """Acceptance length and bytes a token of every codec."""
-    rows = [
-        [name, f"{found['bytes_per_token']:,.0f}", f"{found['acceptance_length']:.3f}", f"{found['heldout_acc']:.4f}"]
-        for name in CODECS
-        if (found := codecs.get(name))
-    ]
-    rows += [[name, "not measured", "-", "-"] for name in CODECS if name not in codecs]
-    return table(["codec", "bytes a token", "acceptance length", "held-out accuracy"], rows)
+    """Acceptance length and bytes a token of every codec, and of the head in fp8."""
+    rows = []
+    for name, title in CODECS.items():
+        if found := codecs.get(name):
+            over = gain(found["over_lossless"]) if "over_lossless" in found and name != "lossless" else "-"
+            figures = [f"{found['bytes_per_token']:,.0f}", f"{found['acceptance_length']:.3f}", over, f"{found['heldout_acc']:.4f}"]
+        else:
+            figures = ["not measured", "-", "-", "-"]
+        rows.append([title, *figures])
+    return table(["codec", "bytes a token", "acceptance length", "over lossless", "held-out accuracy"], rows)
 
 
 def replay(arms: dict[str, Any]) -> list[str]:

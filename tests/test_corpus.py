@@ -12,10 +12,12 @@ from typing import Any
 import chat_templates as templates
 import numpy as np
 import pytest
+from small_store import make_store
 
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus, corpus_files, peek, prepare, render, row_hash
+from dflash_offline.corpus.__main__ import with_codec
 from dflash_offline.corpus.preparation import split_heldout
 from dflash_offline.errors import CorpusError, DFlashError
 from dflash_offline.layout import Layout
@@ -364,6 +366,9 @@ def test_the_stage_prepares_and_plans(run_file: RunFile) -> None:
     assert "Capture plan:" in done.stdout and "Bucket 0" in done.stdout
     layout = Layout(config.root_dir)
     assert len(Corpus.open(layout.corpus(key))) > 0 and layout.plan(keys.capture_key(config), key).is_file()
+    assert "with codec" not in done.stdout
+    make_store(layout.store(keys.capture_key(with_codec(config, "int8"))), "int8", parts=1)
+    assert 'with codec "int8" already' in run_stage(path).stdout, "nobody should capture the same states twice unasked"
     told = path.parent / "corpus.progress.json"
     assert run_stage(path, DFLASH_PROGRESS=str(told)).returncode == 0
     assert json.loads(told.read_text())["text"] == "corpus and capture plan are complete", "also where nothing was to be done"

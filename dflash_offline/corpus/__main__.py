@@ -6,7 +6,7 @@ from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.preparation import prepare
 from dflash_offline.layout import Layout
-from dflash_offline.plan import make_plan
+from dflash_offline.plan import CODEC_SHARE, make_plan
 from dflash_offline.progress import Progress
 from dflash_offline.stage import run_stage
 
@@ -23,7 +23,25 @@ def prepare_corpus(config: RunConfig, arguments: argparse.Namespace, progress: P
     capture_key = keys.capture_key(config)
     plan = make_plan(config, corpus, layout.store(capture_key), layout.plan(capture_key, arguments.key))
     progress.say(plan.summary())
+    if plan.parts:
+        for codec in captured_otherwise(config, layout):
+            progress.say(
+                f'note: hidden states of this target are stored with codec "{codec}" already, in '
+                f'{layout.store(keys.capture_key(with_codec(config, codec)))}; [store] codec = "{codec}" uses them'
+            )
     progress.update(text="corpus and capture plan are complete", force=True)
+
+
+def with_codec(config: RunConfig, codec: str) -> RunConfig:
+    return config.model_copy(update={"store": config.store.model_copy(update={"codec": codec})})
+
+
+def captured_otherwise(config: RunConfig, layout: Layout) -> list[str]:
+    """Other codecs with which the same hidden states were captured below this root: nobody should pay for them twice unasked."""
+    from dflash_offline.store.schema import committed_parts  # late for torch's sake
+
+    stores = {codec: layout.store(keys.capture_key(with_codec(config, codec))) for codec in CODEC_SHARE if codec != config.store.codec}
+    return [codec for codec, path in stores.items() if committed_parts(path)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
