@@ -75,6 +75,21 @@ def test_truncated_emptied_and_missing_files_are_found(damaged):
     assert said(damaged) == []
 
 
+def test_what_is_no_file_any_more_is_named(damaged):
+    array = "low" if (damaged / "part-00001" / "low").exists() else "codes"
+    shard = damaged / "part-00001" / array / "c" / "1" / "0" / "0"
+    opened = store.HiddenStateStore(damaged, verify="off")
+    number = len(opened) - 1
+    for make in (shard.mkdir, lambda: shard.symlink_to(shard)):  # as restoring from a backup may leave it
+        shard.unlink() if shard.is_file() else shard.rmdir()
+        make()
+        with pytest.raises(StoreError, match=f"{shard}.*tokens .* cannot be read"):
+            opened.read_encoded(range(number))
+        with pytest.raises(StoreError, match="part-00001"):
+            store.HiddenStateStore(damaged, verify="sizes").read_encoded(range(number))
+        assert said(damaged, deep=False)
+
+
 def test_problems_name_the_samples(damaged):
     array = "low" if (damaged / "part-00001" / "low").exists() else "codes"
     flip(damaged / "part-00001" / array / "c" / "1" / "0" / "0", 5, 1)  # one shard of some tokens

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numcodecs.zstd import Zstd
 
-from dflash_offline.errors import StoreDamagedError
+from dflash_offline.errors import StoreDamagedError, StoreError
 from dflash_offline.store.shard_writing import ABSENT, crc32c, crc32c_number
 
 ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
@@ -219,18 +219,22 @@ class ShardedArray:
     def _read_shard(self, shard: int, start: int, stop: int, taps: Sequence[int], out: np.ndarray) -> int:
         name, size = f"c/{shard}/0/0", self.chunk_tokens
         try:
-            opened = self._open(name)
+            with self._open(name) as file:
+                base = shard * self.shard_tokens
+                begin, end = (start - base) // size, -(-(stop - base) // size)
+                wanted = self._index(shard, file)[begin:end, list(taps)].reshape(-1, 2)
+                chunks = _Chunks(self, file, taps, base + begin * size, start, stop, wanted, out)
+                read = self._read_compressed if self.meta.zstd else self._read_raw
+                return sum(read(chunks, first, last) for first, last in chunks.runs())
         except FileNotFoundError:
             raise StoreDamagedError(
                 f"{self.folder / name}: the file is missing; tokens {start} to {stop} of its part cannot be read"
             ) from None
-        with opened as file:
-            base = shard * self.shard_tokens
-            begin, end = (start - base) // size, -(-(stop - base) // size)
-            wanted = self._index(shard, file)[begin:end, list(taps)].reshape(-1, 2)
-            chunks = _Chunks(self, file, taps, base + begin * size, start, stop, wanted, out)
-            read = self._read_compressed if self.meta.zstd else self._read_raw
-            return sum(read(chunks, first, last) for first, last in chunks.runs())
+        except OSError as error:  # the disk fails, or something else than a file is there
+            raise StoreError(
+                f"{self.folder / name}: {error.strerror or error}; tokens {start} to {stop} of its part cannot be read. "
+                "If the disk is sound, `dflash-offline verify` says what else is damaged"
+            ) from None
 
     def _read_raw(self, chunks: "_Chunks", begin: int, end: int) -> int:
         """One read that scatters: whole chunks go straight to where they are wanted, the others by way of the scratch."""
