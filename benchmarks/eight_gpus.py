@@ -185,7 +185,8 @@ def run_file_sections(arguments: argparse.Namespace, *, model: Path, files: list
             "epochs": 1,
             "max_steps": arguments.steps,
             "tokens_per_batch": longest * 3 // 2,
-            "micro_batches_per_step": ranks,
+            "micro_batches_per_step": ranks * arguments.micro_batches,
+            "head_precision": arguments.head_precision,
             "anchors": 512 if not arguments.tiny else 8,
             "slots_per_batch": 16384 if not arguments.tiny else 256,
             "log_every": max(1, min(10, arguments.steps // 6)),
@@ -293,7 +294,9 @@ def label(name: str, arguments: argparse.Namespace) -> str:
     if set(arguments.capture_gpus) & set(arguments.train_gpus) and not arguments.cpu:
         layout += " shared"
     parts = [name] + ([layout] if layout != "5+3" else [])
-    return ", ".join(parts + ([f"{arguments.layers} layers"] if arguments.layers and name == "qwen27b" else []))
+    parts += [f"{arguments.layers} layers"] * bool(arguments.layers and name == "qwen27b")
+    parts += [f"{arguments.micro_batches} micro-batches a rank"] * (arguments.micro_batches != 1)
+    return ", ".join(parts + [f"head in {arguments.head_precision}"] * (arguments.head_precision != "bf16"))
 
 
 def parse() -> argparse.Namespace:
@@ -311,6 +314,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="tokens of the synthetic corpus")
     parser.add_argument("--steps", type=int, help="most training steps")
     parser.add_argument("--codec", default="int8")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a rank in a step")
+    parser.add_argument("--head-precision", choices=["bf16", "fp8"], default="bf16")
     parser.add_argument("--work", type=Path, help="folder for weights and runs; /dev/shm or the temporary folder by default")
     parser.add_argument("--keep", action="store_true", help="keep the runs")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes")
