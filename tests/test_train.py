@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -240,6 +241,33 @@ def test_what_is_compiled_after_warm_up_is_counted_and_said(
         trainer._count_recompiles(trainer.order.step(number))
         assert trainer.reporter.last_row["recompiles"] == trainer.progress.state["numbers"]["recompiles"] == 2
     assert "compiled after" not in capsys.readouterr().out
+
+
+def test_heldout_batches_use_the_graphs_of_training_and_leave_nothing_behind(make_trainer) -> None:
+    """Equal to the last bit to a pass without gradients; what that pass saves for backward is gone, and no gradient appears."""
+    trainer = make_trainer()
+    setup, batch, modes, kept = trainer.setup, load(trainer, trainer.heldout_jobs[0]), [], []
+    setup.drafter.layers[0].register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+
+    class Saved:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor.detach()  # an operator's own output, kept as it is, would be a cycle
+            kept.append(weakref.ref(self))
+
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+        out = trainer.losses(batch)
+        assert not torch.is_grad_enabled()
+    assert kept and not any(saved() for saved in kept)
+    assert modes == [True] and not out.loss_sum.requires_grad
+    assert all(parameter.grad is None for parameter in setup.weights.parameters) and not setup.weights.gradient.any()
+    with torch.no_grad():
+        anchors = setup.embedding[batch.anchor_tokens]
+        plain = setup.drafter(batch.hidden_states, anchors, batch.blocks, mask_embedding=trainer.mask_embedding, trained_slots_only=True)
+        assert torch.equal(trainer.drafted(batch, anchors), plain)
+        live = batch.blocks.num_live
+        loss = loop.block_loss(plain, setup.head, batch.labels, batch.supervised, objective=setup.objective, num_live=live)
+    assert torch.equal(loss.loss_sum, out.loss_sum) and torch.equal(loss.nll, out.nll) and torch.equal(loss.correct, out.correct)
+    assert trainer.losses(batch).loss_sum.requires_grad
 
 
 def test_heldout_replay_is_that_of_the_evaluator(make_trainer) -> None:

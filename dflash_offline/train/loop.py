@@ -88,16 +88,24 @@ class Trainer:
 
     # ---- one step
 
+    def drafted(self, batch: DeviceBatch, anchors: torch.Tensor) -> torch.Tensor:
+        """The drafter's hidden states [N, B - 1, H] of the trained slots; ``anchors`` [N, H] embed the blocks' first tokens.
+
+        Where gradients are off (held-out batches, proofs), the forward pass is training's all the same, and its result is
+        cut off: compiled layers without gradients are other graphs, as many again to compile before the first step. What
+        the pass saved for a backward pass goes when this returns, and training needs that room anyway.
+        """
+        wanted = torch.is_grad_enabled()
+        with torch.enable_grad():
+            hidden: torch.Tensor = self.setup.drafter(
+                batch.hidden_states, anchors, batch.blocks, mask_embedding=self.mask_embedding, trained_slots_only=True
+            )
+        return hidden if wanted else hidden.detach()
+
     def losses(self, batch: DeviceBatch) -> LossOutput:
         """Forward pass and loss of one micro-batch."""
         setup = self.setup
-        hidden = setup.drafter(
-            batch.hidden_states,
-            setup.embedding[batch.anchor_tokens],
-            batch.blocks,
-            mask_embedding=self.mask_embedding,
-            trained_slots_only=True,
-        )
+        hidden = self.drafted(batch, setup.embedding[batch.anchor_tokens])
         teacher = None
         if setup.ending is not None:
             assert batch.last_hidden is not None
@@ -217,7 +225,7 @@ class Trainer:
             batch = setup.made_up(shape)
             self.losses(batch).loss_sum.backward()
             setup.weights.gradient.zero_()
-            with torch.no_grad():
+            with torch.no_grad():  # held-out batches: the same graphs, see drafted; the loss without its gradient
                 self.losses(batch)
 
         what = {

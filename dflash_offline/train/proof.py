@@ -105,7 +105,7 @@ def _difference_from_dense(trainer: "Trainer", batch: DeviceBatch) -> float:
     """
     setup, blocks = trainer.setup, batch.blocks
     anchors = setup.embedding[torch.arange(blocks.num_blocks, device=setup.device) % setup.shape.vocab_size]
-    ours = setup.drafter(batch.hidden_states, anchors, blocks, mask_embedding=trainer.mask_embedding, trained_slots_only=True)
+    ours = trainer.drafted(batch, anchors)
     chosen = torch.linspace(0, blocks.num_live - 1, min(REFERENCE_BLOCKS, blocks.num_live), device=setup.device).long().unique()
     with torch.device(setup.device):
         reference = Drafter(setup.shape, attention="eager")
