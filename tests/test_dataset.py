@@ -15,6 +15,8 @@ from dflash_offline import dataset, keys
 from dflash_offline.config import RunConfig, TrainConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.dataset import BatchLoader, BatchShape, Job, MicroBatch, Prefetcher, TrainingOrder, stored_indices
+from dflash_offline.dataset import order as dataset_order
+from dflash_offline.dataset.order import share_blocks
 from dflash_offline.errors import TrainError
 from dflash_offline.layout import Layout
 from dflash_offline.store import HiddenStateStore
@@ -67,6 +69,25 @@ def test_every_epoch_trains_each_row_once_and_no_held_out_one(opened: tuple[Corp
     assert order.step(order.total_steps - 1).position == 3
     again = TrainingOrder(corpus, settings(), block_size=BLOCK)
     assert [rows.tolist() for rows in again.step(7).micro_batches] == [rows.tolist() for rows in order.step(7).micro_batches]
+
+
+def test_buckets_share_a_number_of_blocks_where_that_adds_little() -> None:
+    assert share_blocks([1024, 1000, 992, 960, 64, 64]) == {1024: 1024, 1000: 1024, 992: 992, 960: 960, 64: 64}
+    assert share_blocks([8]) == {8: 8}
+    for counts in ([1000, 980, 960, 940], [200, 194, 188]):  # never by more than 3 %, however near the next one is
+        shared = share_blocks(counts)
+        assert all(count <= kept <= count / 0.97 and shared[kept] == kept for count, kept in shared.items())
+
+
+def test_padded_blocks_hold_every_micro_batch_and_are_shared(
+    opened: tuple[Corpus, HiddenStateStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = TrainingOrder(opened[0], settings(), block_size=BLOCK).shapes
+    monkeypatch.setattr(dataset_order, "MOST_ADDED", 0.9)
+    shared = TrainingOrder(opened[0], settings(), block_size=BLOCK).shapes
+    assert {bucket: shape.context for bucket, shape in shared.items()} == {bucket: shape.context for bucket, shape in plain.items()}
+    assert len({shape.blocks for shape in plain.values()}) > 1
+    assert {shape.blocks for shape in shared.values()} == {max(shape.blocks for shape in plain.values())}
 
 
 @pytest.mark.parametrize(("epochs", "most", "share"), [(0.5, None, 0.5), (1.5, None, 1.5), (100, 7, None)])

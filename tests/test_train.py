@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from dflash_offline import keys
 from dflash_offline.checkpoint import newest
 from dflash_offline.config import RunConfig
-from dflash_offline.dataset import DeviceBatch, Job, Prefetcher
+from dflash_offline.dataset import BatchShape, DeviceBatch, Job, Prefetcher
 from dflash_offline.drafter import Drafter, DrafterShape
 from dflash_offline.errors import CheckpointError, TrainError
 from dflash_offline.figures import seconds_text
@@ -306,6 +306,15 @@ def test_heldout_jobs_cover_every_anchor_once(make_trainer) -> None:
     for row, positions in seen.items():
         mask = np.array(corpus.row(row).loss_mask)
         assert positions == [p for p in range(len(mask) - 1) if mask[p] and mask[p + 1]]
+
+
+def test_a_long_held_out_row_has_a_number_of_blocks_that_training_has() -> None:
+    shapes = [BatchShape(0, 256, 1000), BatchShape(1, 512, 1024), BatchShape(2, 512, 64)]
+    sizes = {"tokens_per_batch": 4096}
+    assert heldout.shape_for(300, shapes, blocks=1020, **sizes) == shapes[1]
+    assert heldout.shape_for(600, shapes, blocks=1020, **sizes) == BatchShape(-1, 4096, 1024)
+    assert heldout.shape_for(600, shapes, blocks=1025, **sizes) == BatchShape(-1, 4096, 1024)
+    assert heldout.shape_for(600, shapes, blocks=512, **sizes) == BatchShape(-1, 4096, 512)
 
 
 def test_walk_by_hand() -> None:

@@ -33,6 +33,9 @@ class FlexAttention:
     def plan(self, blocks: BlockLayout, window: int | None) -> BlockMask:
         return block_mask(blocks, window)
 
+    def context_sized(self, plan: BlockMask) -> None:
+        """The kernel is generated for C, which the mask function and the mask's lengths hold as a number."""
+
     def attend(
         self, query: Tensor, context_key: Tensor, context_value: Tensor, block_key: Tensor, block_value: Tensor, plan: BlockMask
     ) -> Tensor:

@@ -1,6 +1,7 @@
 """``triton``: block attention by kernels that know a block as an interval (``interval_kernels.py``).
 
-Two operators, so that compiled layers call the kernels as they are: attention, and its gradient.
+Two operators, so that compiled layers call the kernels as they are: attention, and its gradient. A graph knows of them the
+shapes of their results alone, which holds for every C (``register_fake``: nothing there may turn C into a number).
 
 Legend: N blocks, B slots of a block, S = N * B, C context rows, A query heads, G key/value heads, D head width, J tiles
 of context keys.
@@ -59,6 +60,7 @@ class IntervalAttention:
 
     def __init__(self, tiles: Tiles | None = None) -> None:
         self.tiles = tiles or Tiles()
+        self._tile_sizes = list(astuple(self.tiles))  # here: PyTorch 2.11 with Python 3.11 cannot compile a layer with astuple in it
         self._attention = operators()
 
     def plan(self, blocks: BlockLayout, window: int | None) -> IntervalPlan:
@@ -66,12 +68,16 @@ class IntervalAttention:
         ranges = key_ranges(start, end, blocks.num_context, blocks.block_size, window, self.tiles.key_keys)
         return IntervalPlan(start.to(torch.int32), end.to(torch.int32), ranges.to(torch.int32), blocks.block_size, window or 0)
 
+    def context_sized(self, plan: IntervalPlan) -> list[Tensor]:
+        """Only the key tiles: the kernels are inside an operator, which reads C off its inputs when it runs."""
+        return [plan.ranges]
+
     def attend(
         self, query: Tensor, context_key: Tensor, context_value: Tensor, block_key: Tensor, block_value: Tensor, plan: IntervalPlan
     ) -> Tensor:
         """query [S, A, D], context_* [C, G, D], block_* [S, G, D] -> [S, A, D]."""
         states = [part.contiguous() for part in (query, context_key, context_value, block_key, block_value)]
-        return self._attention(*states, plan.start, plan.end, plan.ranges, plan.block_size, plan.window, list(astuple(self.tiles)))[0]
+        return self._attention(*states, plan.start, plan.end, plan.ranges, plan.block_size, plan.window, self._tile_sizes)[0]
 
 
 def rising(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Attention paths by name."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,13 @@ class Attention(Protocol):
         self, query: Tensor, context_key: Tensor, context_value: Tensor, block_key: Tensor, block_value: Tensor, plan: Any
     ) -> Tensor:
         """query [S, A, D], context_* [C, G, D], block_* [S, G, D] -> [S, A, D]."""
+
+    def context_sized(self, plan: Any) -> Sequence[Tensor] | None:
+        """For ``compiled`` paths: tensors of a plan whose first axis follows from C, where one graph of a layer serves every C.
+
+        No other part of such a plan may follow from C: PyTorch takes the numbers in it, and all its other sizes, as
+        constants of the graph. None: C itself has to be a constant.
+        """
 
 
 def choose_attention(name: str, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:

@@ -4,7 +4,7 @@ A step is known by its number alone, so a resumed run needs no position and no s
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from dflash_offline.store import HiddenStateStore
 _CONTEXT_MULTIPLE = 128  # context tokens of a shape are rounded up to this (a tile of the attention kernel)
 _BLOCKS_MULTIPLE = 8
 _WELL_FILLED, _ENOUGH_STEPS = 0.95, 10  # fewer steps say little of how full they are in the long run
+MOST_ADDED = 0.03  # share of blocks by which a bucket is padded to have another's N: layers are compiled for each N
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,10 @@ class TrainingOrder:
             self._ends.append(total)
             if total == self.train.max_steps:
                 break
-        for bucket, (context, blocks) in sorted(largest.items()):
-            self.shapes[bucket] = BatchShape(bucket, _round_up(context, _CONTEXT_MULTIPLE), _round_up(max(1, blocks), _BLOCKS_MULTIPLE))
+        padded = {bucket: _round_up(max(1, blocks), _BLOCKS_MULTIPLE) for bucket, (_, blocks) in largest.items()}
+        shared = share_blocks(padded.values())
+        for bucket, (context, _) in sorted(largest.items()):
+            self.shapes[bucket] = BatchShape(bucket, _round_up(context, _CONTEXT_MULTIPLE), shared[padded[bucket]])
 
     def _epoch(self, epoch: int) -> list[list[np.ndarray]]:
         if self._cached is None or self._cached[0] != epoch:
@@ -189,6 +192,16 @@ class TrainingOrder:
         order = self._epoch(epoch)
         micro_batches = [self.rows[rows] for rows in order[within]]
         return Step(number, epoch, epoch + (within + 1) / len(order), int(self._buckets[order[within][0][0]]), micro_batches)
+
+
+def share_blocks(counts: Iterable[int]) -> dict[int, int]:
+    """Number of blocks -> the one to pad to: a larger one of ``counts`` of which at most 3 % would be added, or itself."""
+    shared: dict[int, int] = {}
+    kept = 0
+    for count in sorted(set(counts), reverse=True):
+        kept = kept if kept * (1 - MOST_ADDED) <= count < kept else count
+        shared[count] = kept
+    return shared
 
 
 def _round_up(number: int, multiple: int) -> int:

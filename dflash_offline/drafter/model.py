@@ -13,6 +13,7 @@ Legend: N blocks, B slots of a block, S = N * B, C context rows, K tapped layers
 G key/value heads, D head width.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,11 @@ from dflash_offline.attention import Attention, BlockLayout, make_attention
 from dflash_offline.drafter.shape import DrafterShape, rotary_frequencies
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin [rows, 1, D]
+
+# One graph of a compiled layer serves every number of context rows C, on attention paths that can (triton). Should a PyTorch
+# refuse that (torch.fx.experimental.symbolic_shapes.ConstraintViolationError: C was made a constant), False compiles each C
+# anew: the same numbers and steps as fast, but ten seconds and more for each length bucket before the first step.
+ANY_CONTEXT = True
 
 
 class Linear(nn.Linear):
@@ -65,6 +71,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.shape, self.attention = shape, attention
         width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        self.stride_of_all = 2 * kv_width * shape.num_layers  # from row to row of what project_context gives
         self.q_proj = Linear(shape.hidden_size, width)
         self.k_proj = Linear(shape.hidden_size, kv_width)
         self.v_proj = Linear(shape.hidden_size, kv_width)
@@ -81,6 +88,10 @@ class SelfAttention(nn.Module):
 
     def context(self, projected: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Keys and values [C, G, D] of projected context features [C, 2 * G * D]."""
+        if projected.stride(0) == self.stride_of_all:
+            # Nothing to do, but asked: it makes the number a constant of a graph that serves every C (see ANY_CONTEXT). As a
+            # variable it may be odd for all the compiler knows, and its kernels would load two bytes at a time.
+            pass
         key, value = projected.chunk(2, -1)
         return rotate(self.k_norm(self._heads(key)), rotation), self._heads(value)
 
@@ -102,6 +113,17 @@ def project_context(context: Tensor, layers: Iterable["Layer"]) -> tuple[Tensor,
     weights = [(layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight) for layer in layers]
     stacked = torch.cat([weight for pair in weights for weight in pair])
     return F.linear(context, stacked).split([key.shape[0] + value.shape[0] for key, value in weights], -1)
+
+
+def leave_open(tensors: Iterable[Tensor]) -> None:
+    """Let compiled layers take any length of these tensors' first axes, in every call alike.
+
+    An error follows where a layer's graph would hold only for the length it is compiled with. 0 and 1 are lengths of
+    their own to PyTorch.
+    """
+    for tensor in tensors:
+        if tensor.shape[0] > 1:
+            torch._dynamo.mark_dynamic(tensor, 0)
 
 
 class Mlp(nn.Module):
@@ -170,6 +192,7 @@ class Drafter(nn.Module):
         self.fc = Linear(len(shape.target_layer_ids) * shape.hidden_size, shape.hidden_size)
         self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(shape, self.attention) for _ in range(shape.num_layers))
+        self.layers_compiled = False
         self.norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self._frequencies, self._rotation_factor = rotary_frequencies(shape)  # no buffer: .to(bfloat16) must not round it
         if not self.norm.weight.is_meta:
@@ -185,16 +208,21 @@ class Drafter(nn.Module):
                 generator = torch.Generator(parameter.device).manual_seed((seed << 16) + index)
                 parameter.normal_(0.0, self.shape.initializer_range, generator=generator)
 
-    def compile_layers(self) -> None:
+    def compile_layers(self, *, backend: str = "inductor") -> None:
         """Compile each layer on its own: one compilation serves all alike layers, in a fraction of a whole graph's time.
 
-        First, inner and last layers differ (see the module's docstring), so a shape of micro-batch costs three
-        compilations at the most. PyTorch gives up after 8 of one function; the limit is raised to hold every bucket's.
+        First, inner and last layers differ (see the module's docstring), and so do layers of other windows. On the
+        ``triton`` path C is left open (see ``ANY_CONTEXT``), so three compilations serve all micro-batches of N blocks;
+        on ``flex`` each (N, C) takes three. A second set is compiled where gradients are off: training never does that
+        (``Trainer.drafted``). What runs over slots, which is nearly all of a layer, has constant shapes in any case.
+
+        PyTorch gives up after 8 compilations of one function; the limit is raised to hold every bucket's.
         """
         assert self.attention.compiled, f"attention {self.attention.name} is not made to be compiled"
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
         for layer in self.layers:
-            layer.compile(dynamic=False, fullgraph=True)
+            layer.compile(dynamic=False, fullgraph=True, backend=backend)
+        self.layers_compiled = True
 
     def rotation(self, positions: Tensor) -> Rotation:
         """cos and sin [rows, 1, D] of integer positions, rounded to the drafter's precision as transformers does."""
@@ -237,6 +265,10 @@ class Drafter(nn.Module):
         states = torch.cat([block_embeddings, mask_embedding[None]]) if compact else block_embeddings.flatten(0, 1)
         last = len(self.layers) - 1
         projections = project_context(context, self.layers)
+        if self.layers_compiled and ANY_CONTEXT:
+            sized = [self.attention.context_sized(plan) for plan in plans.values()]
+            if None not in sized:
+                leave_open([*projections, *context_rotation, *itertools.chain.from_iterable(sized)])
         for index, (layer, projected, window) in enumerate(zip(self.layers, projections, self.shape.layer_windows, strict=True)):
             short = {"compact": compact and index == 0, "drop_first": trained_slots_only and index == last}
             states = layer(states, projected, context_rotation, slot_rotation, plans[window], **short)

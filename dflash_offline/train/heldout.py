@@ -14,6 +14,7 @@ import numpy as np
 
 from dflash_offline.corpus import Corpus
 from dflash_offline.dataset import BatchShape, DeviceBatch, Job
+from dflash_offline.dataset.order import MOST_ADDED
 from dflash_offline.objective import LossOutput, anchor_candidates
 from dflash_offline.replay import answers
 
@@ -32,9 +33,16 @@ def choose_rows(corpus: Corpus, most: int, *, available: np.ndarray | None = Non
 
 
 def shape_for(length: int, shapes: Sequence[BatchShape], *, tokens_per_batch: int, blocks: int) -> BatchShape:
-    """The smallest training shape that holds a row of ``length`` tokens, so that no other kernel has to be compiled."""
+    """The smallest training shape that holds a row of ``length`` tokens, so that no other kernel has to be compiled.
+
+    A longer row than all of them hold gets a shape of ``tokens_per_batch`` tokens and ``blocks`` blocks, or nearly as many
+    where training has that number: layers are compiled for each.
+    """
     fitting = [shape for shape in shapes if shape.context >= length]
-    return min(fitting, key=lambda shape: (shape.context, shape.bucket)) if fitting else BatchShape(-1, tokens_per_batch, blocks)
+    if fitting:
+        return min(fitting, key=lambda shape: (shape.context, shape.bucket))
+    near = [shape.blocks for shape in shapes if abs(shape.blocks - blocks) <= MOST_ADDED * blocks]
+    return BatchShape(-1, tokens_per_batch, max(near, default=blocks))
 
 
 def jobs(corpus: Corpus, rows: Sequence[int], shapes: Sequence[BatchShape], *, tokens_per_batch: int, blocks: int) -> list[Job]:

@@ -1,8 +1,12 @@
 """Compiled kernels: where they are kept, and making them before the ranks meet.
 
 Every shape of micro-batch gets one forward and backward pass before any rank talks to another, so that no rank can
-wait in a reduction for one that is still compiling. The first process on a host compiles under a file lock; the others
-wait, then load what it left in the shared cache, all at the same time.
+wait in a reduction for one that is still compiling. Most of them compile nothing: on the ``triton`` path the shapes with
+one number of blocks share the graphs of the first (``Drafter.compile_layers``), and held-out batches those of training.
+They are run all the same, as proof of that, and since a shape's first pass also has libraries choose and load kernels.
+
+The first process on a host compiles under a file lock; the others wait, then load what it left in the shared cache, all
+at the same time.
 """
 
 import contextlib

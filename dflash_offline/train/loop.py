@@ -21,6 +21,7 @@ import torch
 from dflash_offline import checkpoint
 from dflash_offline.attention import Proof
 from dflash_offline.dataset import BatchShape, DeviceBatch, DeviceFeed, Job, MicroBatch, Prefetcher, Step, Timing, mark, to_device
+from dflash_offline.drafter import model
 from dflash_offline.environment import environment
 from dflash_offline.errors import TrainError
 from dflash_offline.graphs import compiled_graphs
@@ -216,14 +217,27 @@ class Trainer:
         """Prove the attention path and compile what every shape needs, before the ranks meet; returns lines to print.
 
         Raises:
-            TrainError: the path is wrong, or as slow as a dense one; see ``attention.prove``.
+            TrainError: the path is wrong, or as slow as a dense one (see ``attention.prove``), or PyTorch cannot compile a
+                layer for all numbers of context tokens at once.
         """
-        setup, shapes = self.setup, dict.fromkeys([*self.order.shapes.values(), *(job.shape for job in self.heldout_jobs)])
+        from torch.fx.experimental.symbolic_shapes import ConstraintViolationError  # the compiler's, which a CPU does without
+
+        setup = self.setup
+        # a graph that serves several C is laid out for the first: the largest, where a poor layout would cost most
+        wanted = {*self.order.shapes.values(), *(job.shape for job in self.heldout_jobs)}
+        shapes = sorted(wanted, key=lambda shape: (-shape.context, -shape.blocks, shape.bucket))
         proofs: list[Proof] = []
 
         def compile_shape(shape: BatchShape) -> None:
             batch = setup.made_up(shape)
-            self.losses(batch).loss_sum.backward()
+            try:
+                self.losses(batch).loss_sum.backward()
+            except ConstraintViolationError as error:
+                raise TrainError(
+                    f"compiling the drafter's layers: PyTorch {torch.__version__} makes the number of context tokens a constant of the "
+                    "graph, so one graph cannot serve all length buckets; set ANY_CONTEXT = False in "
+                    f"{model.__file__}, which compiles each bucket on its own, and report this: {' '.join(str(error).split())[:300]}"
+                ) from error
             setup.weights.gradient.zero_()
             with torch.no_grad():  # held-out batches: the same graphs, see drafted; the loss without its gradient
                 self.losses(batch)
@@ -231,6 +245,7 @@ class Trainer:
         what = {
             "shape": setup.shape.to_dict(),
             "batches": [[shape.context, shape.blocks] for shape in shapes],
+            "any_context": model.ANY_CONTEXT,
             "machine": setup.machine,
             "dtype": self.train.dtype,
             "head": self.train.head_precision,
