@@ -11,6 +11,7 @@ at the same time.
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import socket
@@ -97,6 +98,11 @@ def compiling(folder: Path, what: Any) -> Iterator[bool]:
                 mark.touch()
 
 
+def _worth_saying(record: logging.LogRecord) -> bool:
+    """Not what PyTorch 2.11 warns of at every matrix product: that it cannot describe it for a benchmark, of which there is none."""
+    return not record.getMessage().startswith("Constructing input/output tensor meta failed")
+
+
 def recompiles() -> str:
     """Why torch.compile last made a graph anew, as it says itself; empty when it does not."""
     reasons = torch._dynamo.utils.counters.get("recompiles") or {}
@@ -105,6 +111,7 @@ def recompiles() -> str:
 
 def warm_up(folder: Path, what: Any, passes: dict[str, Callable[[], None]]) -> str:
     """Run every pass once (see the module's docstring); returns a line to print."""
+    logging.getLogger("torch._inductor.select_algorithm").addFilter(_worth_saying)
     began = time.monotonic()
     with compiling(folder, what) as first:
         got_lock = time.monotonic()
