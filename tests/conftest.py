@@ -1,5 +1,6 @@
 """Shared fixtures: a tiny real tokenizer and target, real conversations, run files."""
 
+import fcntl
 import gzip
 import json
 import os
@@ -168,13 +169,28 @@ def run_file(tmp_path: Path, tiny_target: Path, conversations: list[dict[str, An
 def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, conversations: list[dict[str, Any]]) -> Path:
     """A folder with run.toml, conversations, prompts and the finished run in dflash-run/, made by ``dflash-offline smoke``.
 
-    Copy it (``shutil.copytree``) before changing anything in it: keys do not depend on the place.
+    The workers of pytest-xdist share it: the first that needs it makes it while the others wait. Copy it
+    (``shutil.copytree``) before changing anything in it: keys do not depend on the place.
     """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / "finished" / "run"
+    with (shared / "finished.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "run.toml").is_file():
+            make_finished_run(folder, tiny_target, conversations)
+    return folder
+
+
+def make_finished_run(folder: Path, tiny_target: Path, conversations: list[dict[str, Any]]) -> None:
     import shutil
     import subprocess
     import sys
 
-    base = tmp_path_factory.mktemp("finished")
+    base = folder.parent
+    shutil.rmtree(base, ignore_errors=True)  # of a worker that failed in it
+    base.mkdir()
     corpus, prompts = base / "corpus.jsonl", base / "sums.jsonl"
     corpus.write_text("".join(json.dumps(row) + "\n" for row in conversations[:30]), encoding="utf-8")
     shutil.copy(REPOSITORY / "data" / "demo-prompts.jsonl", prompts)
@@ -185,7 +201,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, co
     done = subprocess.run(command, cwd=base, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "smoke run passed in" in done.stdout
-    made, folder = base / "out" / "smoke", base / "run"
+    made = base / "out" / "smoke"
     folder.mkdir()
     (made / "run").rename(folder / "dflash-run")
     shutil.move(made / "conversations.jsonl", folder)
@@ -199,7 +215,6 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, co
         assert json.dumps(old) in text
         text = text.replace(json.dumps(old), json.dumps(new))
     (folder / "run.toml").write_text(text, encoding="utf-8")
-    return folder
 
 
 def pytest_configure() -> None:
