@@ -25,6 +25,7 @@ from conftest import write_run_file
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
+from dflash_offline.corpus.__main__ import main as corpus_stage
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import read_json, read_manifest
 from dflash_offline.store import HiddenStateStore
@@ -157,9 +158,9 @@ def test_other_lr_runs_training_and_what_follows_whatever_luigi_cfg_lies_about(f
         "[core]\nworkers=1\n[resources]\ngpu=1\n[worker]\nkeep_alive=false\ncheck_complete_on_run=false\n"
     )
     try:
-        run.write(train={"lr": 1e-3})
+        run.write(train={"lr": 1e-3, "ranks": 1})
         output = run.run("TrainDrafter")
-        assert started(output) == ["train-0", "train-1"]
+        assert started(output) == ["train-0"]
         assert "luigi: warning: your Luigi configuration sets [worker] check_complete_on_run" in output
         output = run.run()
         assert started(output) == ["evaluate", "export", "report"]
@@ -175,7 +176,7 @@ def test_corpus_that_grew_captures_only_its_new_rows(finished: tuple[Run, str]) 
     names, rows = set(before.parts), len(before)
     assert rows == len(Corpus.open(run.layout.corpus(keys.corpus_key(run.config))))
     try:
-        run.write(num_rows=ROWS + MORE_ROWS)
+        run.write(num_rows=ROWS + MORE_ROWS, target={"replicas": 1})
         assert keys.capture_key(run.config) == capture
         output = run.run("CaptureHiddenStates")
         assert "corpus" in started(output) and "train-0" not in started(output)
@@ -217,15 +218,20 @@ def test_killed_in_capture_and_in_training_then_the_same_result(finished: tuple[
     undisturbed, _ = finished
     run = new_run("killed")
     run.write()
-    store_path = run.layout.store(keys.capture_key(run.config))
+    capture_key, corpus_key = keys.capture_key(run.config), keys.corpus_key(run.config)
+    store_path, plan = run.layout.store(capture_key), run.layout.plan(capture_key, corpus_key)
+    shutil.copytree(undisturbed.layout.corpus(corpus_key), run.layout.corpus(corpus_key))
+    plan.parent.mkdir(parents=True)
+    shutil.copy(undisturbed.layout.plan(capture_key, corpus_key), plan)
     # (which holds more rows by now, those of the corpus that grew)
     undisturbed_store = HiddenStateStore(undisturbed.layout.store(keys.capture_key(undisturbed.config)))
 
-    # in the middle of the first part; then between parts
-    for ready in (
-        lambda: any(store_path.glob("part-*.partial/*")),
-        lambda: any(store_path.glob("part-?????/manifest.json")),
+    # two replicas in the middle of their first parts; then one, which takes over what they left, between parts
+    for replicas, ready in (
+        (2, lambda: any(store_path.glob("part-*.partial/*"))),
+        (1, lambda: any(store_path.glob("part-?????/manifest.json"))),
     ):
+        run.write(target={"replicas": replicas})
         process = run.start("CaptureHiddenStates")
         kill_when(process, "dflash_offline.capture", ready)
         output = process.communicate(timeout=60)[0]
@@ -233,6 +239,7 @@ def test_killed_in_capture_and_in_training_then_the_same_result(finished: tuple[
         assert re.search(
             r"luigi: error: CaptureReplica: capture-\d was killed by signal 9 \(out of memory\?\); its log is /", output.splitlines()[-1]
         )
+    run.write()
     planned = read_json(run.layout.plan(keys.capture_key(run.config), keys.corpus_key(run.config)))["parts"]
     assert 0 < len(list(store_path.glob("part-?????/manifest.json"))) < len(planned)
 
@@ -348,6 +355,13 @@ def test_report_of_the_run_records_its_keys(finished: tuple[Run, str]) -> None:
     assert manifest["key"] == keys.report_key(run.config)
 
 
+def test_a_drafter_that_training_would_refuse_is_refused_before_capture(new_run: Callable[[str], Run]) -> None:
+    run = new_run("refused")
+    run.write(drafter={"mask_token_id": 2})
+    output = run.run(status=30)
+    assert started(output) == ["corpus"] and "is an end token of the target" in output and "Traceback" not in output
+
+
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
@@ -356,13 +370,16 @@ def test_report_of_the_run_records_its_keys(finished: tuple[Run, str]) -> None:
         ({"num_attention_heads": 3}, "no multiple of 2 key/value heads"),
     ],
 )
-def test_a_drafter_that_training_would_refuse_is_refused_before_capture(
-    new_run: Callable[[str], Run], drafter: dict[str, Any], message: str
+def test_the_corpus_stage_which_comes_before_capture_refuses_such_a_drafter(
+    new_run: Callable[[str], Run], capfd: pytest.CaptureFixture[str], drafter: dict[str, Any], message: str
 ) -> None:
     run = new_run(f"refused-{message[:12]}")
     run.write(drafter=drafter)
-    output = run.run(status=30)
-    assert started(output) == ["corpus"] and message in output and "Traceback" not in output
+    with pytest.raises(SystemExit) as ended:
+        corpus_stage(["--config", str(run.folder / "run.toml")])
+    error = capfd.readouterr().err
+    assert ended.value.code == 1 and error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert not run.layout.plan(keys.capture_key(run.config), keys.corpus_key(run.config)).exists(), "so nothing is captured"
 
 
 def test_a_gpu_of_a_later_stage_that_is_not_there_is_said_at_once(new_run: Callable[[str], Run]) -> None:
@@ -395,6 +412,7 @@ def test_damaged_results_are_not_built_upon(
 ) -> None:
     run = Run(tmp_path / "copy", finished[0].model, finished[0].prompts, finished[0].rows)
     shutil.copytree(finished[0].folder, run.folder)
+    run.write(train={"ranks": 1})
     shutil.rmtree(run.layout.root / removed)
     (path,) = (path for path in run.layout.root.glob(damaged) if {*path.parts} & {keys.train_key(run.config), keys.corpus_key(run.config)})
     content = bytearray(path.read_bytes())
