@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import write_run_file
 from safetensors.torch import load_file, save_file
 
 from dflash_offline import keys
 from dflash_offline.capture import Replica, job
+from dflash_offline.capture.__main__ import add_arguments, body
 from dflash_offline.capture.forward import Batch
+from dflash_offline.cli import main
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import prepare
 from dflash_offline.errors import StoreError, TargetError
@@ -27,6 +30,7 @@ from dflash_offline.layout import Layout
 from dflash_offline.manifest import read_manifest
 from dflash_offline.plan import make_plan
 from dflash_offline.progress import Progress
+from dflash_offline.stage import run_stage
 from dflash_offline.store import HiddenStateStore, committed_parts
 from dflash_offline.target import load_target
 
@@ -87,20 +91,28 @@ def run(run_file: Callable[..., Path]) -> Callable[..., Run]:
 
 
 @pytest.mark.parametrize("drafter", [{"mask_token_id": 999_999}, {"num_attention_heads": 3}])
-def test_a_drafter_that_cannot_be_trained_is_refused_by_plan_and_by_capture(run_file: Callable[..., Path], drafter: dict[str, int]) -> None:
+def test_a_drafter_that_cannot_be_trained_is_refused_by_plan_and_by_capture(
+    run_file: Callable[..., Path], capfd: pytest.CaptureFixture[str], drafter: dict[str, int]
+) -> None:
     """Also where corpus and plan are there already, made for another drafter."""
-    from click.testing import CliRunner
-
-    from dflash_offline.cli import main
-
     made = Run(run_file(8))
     wrong = Run(run_file(8, drafter=drafter))
     assert wrong.plan_path == made.plan_path
-    error, name = wrong.start().communicate()[1], next(iter(drafter))
+    with pytest.raises(SystemExit, match="^1$"):
+        run_stage("capture", body, ["--config", str(wrong.path)], key=keys.capture_key, add_arguments=add_arguments)
+    error, name = capfd.readouterr().err, next(iter(drafter))
     assert error.startswith("error: ") and error.count("\n") == 1 and name in error
     assert not wrong.store_path.exists()
     planned = CliRunner().invoke(main, ["plan", "--config", str(wrong.path)])
     assert (planned.exit_code, planned.stderr) == (1, error) and planned.stdout == ""
+
+
+def test_a_process_that_refuses_says_so_in_one_line(run: Callable[..., Run]) -> None:
+    wrong = run(8, drafter={"mask_token_id": 999_999})
+    process = wrong.start()
+    error = process.communicate()[1]
+    assert process.returncode == 1 and not wrong.store_path.exists()
+    assert error.startswith("error: ") and error.count("\n") == 1 and "mask_token_id" in error
 
 
 def same_content(a: dict[bytes, torch.Tensor], b: dict[bytes, torch.Tensor]) -> bool:
@@ -205,7 +217,7 @@ def test_stopped_process_is_overtaken_and_gives_way(run: Callable[..., Run]) -> 
     read_until(sleeper, "self-check")
     sleeper.send_signal(signal.SIGSTOP)
     other = made.start("--host", "here", "--lease-expires", "2")
-    time.sleep(6)
+    read_until(other, "over from replica 0")
     sleeper.send_signal(signal.SIGCONT)
     _, error = other.communicate(timeout=60)
     assert other.returncode == 0, error
