@@ -344,7 +344,7 @@ class Replica:
         eta = state["numbers"].get("eta_s", 0.0)
         waited = f", waited {extra['wait_s']:.1f} s for the disk" if extra.get("wait_s", 0) > 0.1 else ""
         self.progress.say(
-            f"Target {self.replica}: {name} committed, {extra.get('tokens', 0):,} tokens at {_rate(extra.get('tokens_per_s', 0.0))}, "
+            f"Target {self.replica}: {name} committed, {extra.get('tokens', 0):,} tokens; {_rate(self.tokens_per_s)} so far, "
             f"padding {100 * extra.get('padding', 0):.1f} %{waited}; {state['done']}/{state['total']} parts, ETA {_minutes(eta)}"
         )
 
@@ -367,7 +367,10 @@ def _same_gpu_model(text: str) -> bool:
 
 
 def _rate(tokens_per_s: float) -> str:
-    return f"{tokens_per_s:.0f} tokens/s" if tokens_per_s < 1000 else f"{tokens_per_s / 1000:.3g} Ktok/s"
+    for unit, size in (("Mtok/s", 1e6), ("Ktok/s", 1e3)):
+        if tokens_per_s >= size:
+            return f"{tokens_per_s / size:.3g} {unit}"
+    return f"{tokens_per_s:.0f} tokens/s"
 
 
 def _minutes(seconds: float) -> str:
