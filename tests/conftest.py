@@ -169,18 +169,21 @@ def run_file(tmp_path: Path, tiny_target: Path, conversations: list[dict[str, An
 def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, conversations: list[dict[str, Any]]) -> Path:
     """A folder with run.toml, conversations, prompts and the finished run in dflash-run/, made by ``dflash-offline smoke``.
 
-    The workers of pytest-xdist share it: the first that needs it makes it while the others wait. Copy it
-    (``shutil.copytree``) before changing anything in it: keys do not depend on the place.
+    The first worker of pytest-xdist that needs it makes it while the others wait; each has a copy of its own, since
+    commands that only read keep caches in it. Copy it (``shutil.copytree``) before changing anything in it: keys do not
+    depend on the place.
     """
+    import shutil
+
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
-    folder = shared / "finished" / "run"
+    made = shared / "finished" / "run"
     with (shared / "finished.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "run.toml").is_file():
-            make_finished_run(folder, tiny_target, conversations)
-    return folder
+        if not (made / "run.toml").is_file():
+            make_finished_run(made, tiny_target, conversations)
+    return Path(shutil.copytree(made, tmp_path_factory.mktemp("finished-run") / "run"))
 
 
 def make_finished_run(folder: Path, tiny_target: Path, conversations: list[dict[str, Any]]) -> None:
