@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,10 +79,15 @@ class Run:
         return read_manifest(self.store_path / name)["extra"]
 
 
-def read_until(process: subprocess.Popen[str], words: str) -> None:
-    for line in process.stdout:
-        if words in line:
-            return
+def read_until(process: subprocess.Popen[str], words: str, *, timeout_s: float = 120) -> None:
+    late = threading.Timer(timeout_s, process.kill)
+    late.start()
+    try:
+        for line in process.stdout:
+            if words in line:
+                return
+    finally:
+        late.cancel()
     raise AssertionError(f"ended without saying {words!r}: {process.stderr.read()}")
 
 
@@ -217,8 +223,10 @@ def test_stopped_process_is_overtaken_and_gives_way(run: Callable[..., Run]) -> 
     read_until(sleeper, "self-check")
     sleeper.send_signal(signal.SIGSTOP)
     other = made.start("--host", "here", "--lease-expires", "2")
-    read_until(other, "over from replica 0")
-    sleeper.send_signal(signal.SIGCONT)
+    try:
+        read_until(other, "over from replica 0")
+    finally:
+        sleeper.send_signal(signal.SIGCONT)
     _, error = other.communicate(timeout=60)
     assert other.returncode == 0, error
     _, error = sleeper.communicate(timeout=60)
