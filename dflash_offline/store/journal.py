@@ -137,9 +137,9 @@ class Journal:
         self.spooled |= {name: end for name, (_, end, _) in entry["spooled"].items()}
 
     def append(
-        self, *, tokens: int, samples: int, files: dict[str, list[Any]], spools: dict[str, np.ndarray], statistics: dict[str, Any]
+        self, *, tokens: int, samples: int, files: dict[str, list[Any]], spools: dict[str, bytes], statistics: dict[str, Any]
     ) -> None:
-        """Note a finished shard whose ``files`` are already durable; ``spools`` are the bytes to add to each spool, uint8."""
+        """Note a finished shard whose ``files`` are already durable; ``spools`` are the bytes to add to each spool."""
         spooled = {}
         for name, content in spools.items():
             with (self.folder / (name + SPOOL_SUFFIX)).open("ab") as file:

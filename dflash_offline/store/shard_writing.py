@@ -50,17 +50,11 @@ def _check_in_place(chunks: np.ndarray) -> _Group:
 
 def _compress(level: int, chunks: np.ndarray) -> _Group:
     """uint8 ``[n, chunk bytes]``."""
-    frames = _frames(_compressor(level), chunks)
-    sizes = [len(frame) + CHECK_BYTES for frame in frames]
-    memory, end = np.empty(sum(sizes), np.uint8), 0
-    memory.fill(0)  # fresh pages are made here, where other threads may run
-    content = memoryview(memory)
-    for frame, size in zip(frames, sizes, strict=True):
-        check = crc32c_number(frame, 0, _KEEP_LOCK if size < _BRIEF_BYTES else _LEND_LOCK)
-        begin, end = end, end + size
-        content[begin : end - CHECK_BYTES] = frame
-        content[end - CHECK_BYTES : end] = check.to_bytes(CHECK_BYTES, "little")
-    return content, sizes
+    pieces: list[Any] = []
+    for frame in _frames(_compressor(level), chunks):
+        check = crc32c_number(frame, 0, _KEEP_LOCK if len(frame) < _BRIEF_BYTES else _LEND_LOCK)
+        pieces += frame, check.to_bytes(CHECK_BYTES, "little")
+    return b"".join(pieces), [len(frame) + CHECK_BYTES for frame in pieces[::2]]
 
 
 def _frames(compressor: zstandard.ZstdCompressor, chunks: np.ndarray) -> Any:

@@ -327,7 +327,7 @@ class PartWriter:
     def _finish_shard(self) -> None:
         """Hand the current shard to a writing thread and go on with other buffers."""
         spare = self._wait_for_shards(leave=self._shards_at_once - 1)
-        rows = {name: np.concatenate(pieces).reshape(-1).view(np.uint8) for name, pieces in self._rows.items()}
+        rows = {name: np.concatenate(pieces).tobytes() for name, pieces in self._rows.items()}
         noted = {"tokens": self._position, "samples": self._samples, "spools": rows, "statistics": self._norms.state()}
         self._handed_over = self._position
         shard = (self._position - 1) // self.shape.shard_tokens
