@@ -2,7 +2,7 @@
 
 T tokens, K taps, H hidden size.
 
-1. ``append`` encodes samples where they lie (``staging``) and collects the codes in the buffer of the current shard.
+1. ``append`` encodes each sample where it lies (``staging``) and collects the codes in the buffer of the current shard.
 2. A full shard is written by a thread, synced, and noted in the journal (``journal``); the next one fills meanwhile,
    so at most two are in memory; three with more ``threads`` than one, when two are written at the same time.
 3. ``commit`` writes the small arrays, reads every file back, writes the manifest (``part_files``), lists the part in the store's index and
@@ -15,9 +15,8 @@ import contextlib
 import fcntl
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,37 +37,6 @@ from dflash_offline.store.values import Norms, check_values
 
 _SMALL_FILES_BYTES = 1 << 16  # on the disk, of a part's metadata and manifest
 _STAGED = 16  # pieces of samples from a GPU that may wait to be placed; their slots bound them first
-
-
-@dataclass(frozen=True)
-class NewSample:
-    """What is known of a sample beside its hidden states.
-
-    Attributes:
-        sample_id: its row in the corpus.
-        sha256: digest of its ids and mask, 32 bytes; the name the row goes by.
-        input_ids, loss_mask: ``[T]``, tensors or arrays.
-        check: called if a vector is not finite or all zero, with the root mean square of each, float32 ``[T, K]``, before
-            anything of the sample is placed; what it raises stops the part.
-    """
-
-    sample_id: int
-    sha256: bytes
-    bucket: int
-    input_ids: Any
-    loss_mask: Any
-    check: Callable[[np.ndarray], None] | None = None
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Samples that are encoded together: what is stored of them beside their hidden states."""
-
-    ids: np.ndarray  # int32 [T], one sample after another
-    mask: np.ndarray  # uint8 [T]
-    records: np.ndarray  # SAMPLE [n]
-    ends: np.ndarray  # int64 [n], where each sample ends along T
-    checks: list[Callable[[np.ndarray], None] | None]
 
 
 class PartWriter:
@@ -175,7 +143,7 @@ class PartWriter:
         self._position = self._handed_over = self.journal.tokens  # tokens placed; tokens in shards that are written or being written
         self._skip = self.journal.tokens - int(samples["tokens"].sum())
         self._buffers: list[np.ndarray] | None = self._new_buffers()
-        self._rows: dict[str, list[np.ndarray]] = {name: [] for name in ("samples", *schema.TOKEN_ARRAYS, *(a.name for a in self.small))}
+        self._rows: dict[str, list[bytes]] = {name: [] for name in ("samples", *schema.TOKEN_ARRAYS, *(a.name for a in self.small))}
         self._norms = Norms(self.shape.num_taps, self.journal.statistics)
         self._stager = Stager(self.codec)
         self._staged: deque[Future] = deque()
@@ -213,11 +181,6 @@ class PartWriter:
 
     # -- samples in ------------------------------------------------------------------------------------------------
 
-    @property
-    def group_tokens(self) -> int:
-        """Tokens that ``append_group`` takes in one go: what one piece on its way from a GPU holds."""
-        return self._stager.piece_tokens
-
     def append(
         self,
         sample_id: int,
@@ -229,96 +192,86 @@ class PartWriter:
         *,
         check: Callable[[np.ndarray], None] | None = None,
     ) -> None:
-        """Add the next sample, of any length: ``append_group`` of one."""
-        self.append_group([NewSample(sample_id, sha256, bucket, input_ids, loss_mask, check)], hidden)
-
-    def append_group(self, samples: Sequence[NewSample], hidden: torch.Tensor) -> None:
-        """Add the next samples. From a GPU this returns before they are placed, and a fault shows in a later call.
-
-        Short samples are better added many at a time: what a sample costs beside its bytes holds up the thread that feeds the GPU.
+        """Add the next sample. From a GPU this returns before the sample is placed, and a fault shows in a later call.
 
         Args:
-            samples: several only if they have ``group_tokens`` together at most.
-            hidden: bf16 ``[T, K, H]`` on the CPU or a GPU, one sample after another.
+            sample_id: its row in the corpus.
+            sha256: digest of its ids and mask, 32 bytes; the name the row goes by.
+            input_ids, loss_mask: ``[T]``, tensors or arrays.
+            hidden: bf16 ``[T, K, H]`` on the CPU or a GPU.
+            check: called with the root mean square of each vector, float32 ``[T, K]``, before anything of the sample is
+                placed; what it raises stops the part.
 
         Raises:
-            StoreError: a value is not finite, or a tap is zero throughout; nothing of that sample is written.
+            StoreError: a value is not finite, or a tap is zero throughout; nothing of the sample is written.
             StoreFullError: the disk is full.
         """
-        group = self._group(samples)
-        expected = (len(group.ids), self.shape.num_taps, self.shape.hidden_size)
+        ids, mask = np.asarray(input_ids, np.int32), np.asarray(loss_mask, np.uint8)
+        expected = (len(ids), self.shape.num_taps, self.shape.hidden_size)
         assert hidden.dtype == torch.bfloat16 and hidden.shape == expected, (hidden.dtype, hidden.shape, expected)
-        assert len(samples) == 1 or len(group.ids) <= self.group_tokens, (len(samples), len(group.ids), self.group_tokens)
+        assert len(ids) == len(mask) > 0 and len(sha256) == 32 and self._appended < self.shape.num_samples, (sample_id, len(ids), len(mask))
         skip, self._skip = self._skip, 0
-        assert skip < group.ends[0], f"sample {samples[0].sample_id} is shorter than what is stored of it; the plan has changed"
-        self._appended += len(samples)
-        if skip:
-            group = _Group(group.ids[skip:], group.mask[skip:], group.records, group.ends - skip, group.checks)
+        assert skip < len(ids), f"sample {sample_id} is shorter than what is stored of it; the plan has changed"
+        record = np.zeros((), SAMPLE)
+        record["sample_id"], record["sha256"], record["bucket"], record["tokens"] = (
+            sample_id,
+            np.frombuffer(sha256, np.uint8),
+            bucket,
+            len(ids),
+        )
+        self._appended += 1
+        ids, mask = ids[skip:], mask[skip:]
         for piece in self._stager.pieces(hidden[skip:]):
             if not hidden.is_cuda:
-                self._place(piece, group)
+                self._place(piece, ids, mask, record, check)
                 continue
-            self._staged.append(self._placer.submit(self._place, piece, group))
+            self._staged.append(self._placer.submit(self._place, piece, ids, mask, record, check))
             while self._staged and (len(self._staged) > _STAGED or self._staged[0].done()):
                 self._staged.popleft().result()
 
-    def _group(self, samples: Sequence[NewSample]) -> _Group:
-        ids = [np.asarray(sample.input_ids, np.int32) for sample in samples]
-        mask = [np.asarray(sample.loss_mask, np.uint8) for sample in samples]
-        records = np.zeros(len(samples), SAMPLE)
-        for record, sample, own_ids, own_mask in zip(records, samples, ids, mask, strict=True):
-            assert len(own_ids) == len(own_mask) > 0 and len(sample.sha256) == 32, (sample.sample_id, len(own_ids), len(own_mask))
-            record["sample_id"], record["bucket"], record["tokens"] = sample.sample_id, sample.bucket, len(own_ids)
-            record["sha256"] = np.frombuffer(sample.sha256, np.uint8)
-        assert 0 < len(samples) <= self.shape.num_samples - self._appended, (len(samples), self._appended, self.shape.num_samples)
-        checks = [sample.check for sample in samples]
-        return _Group(np.concatenate(ids), np.concatenate(mask), records, np.cumsum(records["tokens"]), checks)
-
-    def _place(self, piece: Piece, group: _Group) -> None:
-        """Place one piece of a group; each sample's values are checked before anything of it is placed."""
+    def _place(
+        self, piece: Piece, ids: np.ndarray, mask: np.ndarray, record: np.ndarray, check: Callable[[np.ndarray], None] | None
+    ) -> None:
+        """Place one piece of a sample; the sample's values are checked before its first."""
         try:
             if self._failed:  # a sample before this one was refused; placing this one would shift the rows
                 return
             with self._explained():
                 arrays, rms = piece.wait()
-                if piece.start == 0 and not (rms.min() > 0 and np.isfinite(rms.max())):  # neither holds if one is NaN
-                    first = 0
-                    for sample, stop in enumerate(group.ends.tolist()):
-                        try:
-                            if (check := group.checks[sample]) is not None:
-                                check(rms[first:stop])
-                            check_values(int(group.records["sample_id"][sample]), rms[first:stop])
-                        except BaseException:
-                            self._place_rows(group, 0, first, arrays, rms)  # those before it; several samples are one piece
-                            raise
-                        first = stop
-                self._place_rows(group, piece.start, piece.stop, arrays, rms)
+                if piece.start == 0:
+                    if check is not None:
+                        check(rms)
+                    check_values(int(record["sample_id"]), rms)
+                span = slice(piece.start, piece.stop)
+                self._place_rows(ids[span], mask[span], arrays, rms[span], record if piece.stop == len(ids) else None)
         except BaseException:
             self._failed = True
             raise
         finally:
             piece.release()
 
-    def _place_rows(self, group: _Group, start: int, stop: int, arrays: dict[str, np.ndarray], rms: np.ndarray) -> None:
-        """Tokens ``[start, stop)`` of a group, at which ``arrays`` begin, into the shard, and the samples that end among them."""
-        shard_tokens, done = self.shape.shard_tokens, start
-        assert self._position + stop - start <= self.shape.num_tokens, "more tokens than the plan has"
-        while done < stop:
+    def _place_rows(
+        self, ids: np.ndarray, mask: np.ndarray, arrays: dict[str, np.ndarray], rms: np.ndarray, record: np.ndarray | None
+    ) -> None:
+        """Tokens into the shard; ``record`` with the last ones of a sample."""
+        shard_tokens, done = self.shape.shard_tokens, 0
+        assert self._position + len(ids) <= self.shape.num_tokens, "more tokens than the plan has"
+        while done < len(ids):
             first = self._position % shard_tokens
-            count = min(stop - done, shard_tokens - first)
-            tokens, placed = slice(done, done + count), slice(done - start, done - start + count)
+            count = min(len(ids) - done, shard_tokens - first)
+            piece = slice(done, done + count)
             for array, buffer in zip(self.bulk, self._buffers, strict=True):
-                self.shape.copy_rows(arrays[array.name][:, placed], buffer, first)
+                self.shape.copy_rows(arrays[array.name][:, piece], buffer, first)
             for array in self.small:
-                self._rows[array.name].append(arrays[array.name][:, placed].swapaxes(0, 1).copy())
-            self._rows["input_ids"].append(group.ids[tokens])
-            self._rows["loss_mask"].append(group.mask[tokens])
-            self._norms.add(rms[tokens])
-            ended = slice(*np.searchsorted(group.ends, (done, done + count), side="right").tolist())
-            self._rows["samples"].append(group.records[ended])
-            self._samples += ended.stop - ended.start
+                self._rows[array.name].append(arrays[array.name][:, piece].swapaxes(0, 1).tobytes())
+            self._rows["input_ids"].append(ids[piece].tobytes())
+            self._rows["loss_mask"].append(mask[piece].tobytes())
+            self._norms.add(rms[piece])
             done += count
             self._position += count
+            if done == len(ids) and record is not None:
+                self._rows["samples"].append(record.tobytes())
+                self._samples += 1
             if self._position % shard_tokens == 0:
                 self._finish_shard()
 
@@ -327,7 +280,7 @@ class PartWriter:
     def _finish_shard(self) -> None:
         """Hand the current shard to a writing thread and go on with other buffers."""
         spare = self._wait_for_shards(leave=self._shards_at_once - 1)
-        rows = {name: np.concatenate(pieces).tobytes() for name, pieces in self._rows.items()}
+        rows = {name: b"".join(pieces) for name, pieces in self._rows.items()}
         noted = {"tokens": self._position, "samples": self._samples, "spools": rows, "statistics": self._norms.state()}
         self._handed_over = self._position
         shard = (self._position - 1) // self.shape.shard_tokens
@@ -339,7 +292,7 @@ class PartWriter:
     def _write_shard(self, shard: int, buffers: list[np.ndarray], noted: dict[str, Any], before: Future | None) -> None:
         tokens, files = noted["tokens"] - shard * self.shape.shard_tokens, {}
         for array, buffer in zip(self.bulk, buffers, strict=True):
-            chunks = self.shape.clear_tail(array, buffer, tokens)  # rows of an earlier shard must not show behind the last token
+            chunks = self.shape.clear_tail(buffer, tokens)  # rows of an earlier shard must not show behind the last token
             path = self.partial / array.name / "c" / str(shard) / "0" / "0"
             written = write_shard(path, buffer[:chunks], shard_chunks=len(buffer), zstd=array.zstd, executor=self._compressor)
             for folder in (path.parent, path.parent.parent, path.parent.parent.parent):
