@@ -337,18 +337,19 @@ def main() -> None:
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) and not arguments.tiny else None
     work = arguments.work or Path(tempfile.mkdtemp(prefix="eight-gpus-", dir=shared))
     result: dict[str, Any] = read_json(arguments.out) if arguments.out.is_file() else {"cases": {}}
-    result["environment"] = environment()
+    result["environment"], failed = environment(), False
     try:
         for name in arguments.cases:
             found = run_case(name, arguments, work)
-            result["cases"][label(name, arguments)] = found
+            case, failed = label(name, arguments), failed or bool(found["status"])
+            result["cases"][case] = found
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-            print(json.dumps({label(name, arguments): found}, indent=1), flush=True)
+            print(json.dumps({case: found}, indent=1), flush=True)
     finally:
         if arguments.work is None and not arguments.keep:
             shutil.rmtree(work, ignore_errors=True)
-    if any(result["cases"][label(name, arguments)]["status"] for name in arguments.cases):
+    if failed:
         sys.exit(1)
 
 

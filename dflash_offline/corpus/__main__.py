@@ -1,6 +1,7 @@
 """The stage: ``python -m dflash_offline.corpus --config run.toml [--key KEY] [--strict]``."""
 
 import argparse
+from pathlib import Path
 
 from dflash_offline import keys
 from dflash_offline.config import RunConfig
@@ -24,10 +25,10 @@ def prepare_corpus(config: RunConfig, arguments: argparse.Namespace, progress: P
     plan = make_plan(config, corpus, layout.store(capture_key), layout.plan(capture_key, arguments.key))
     progress.say(plan.summary())
     if plan.parts:
-        for codec in captured_otherwise(config, layout):
+        for codec, path in captured_otherwise(config, layout).items():
             progress.say(
-                f'note: hidden states of this target are stored with codec "{codec}" already, in '
-                f'{layout.store(keys.capture_key(with_codec(config, codec)))}; [store] codec = "{codec}" uses them'
+                f'note: hidden states of this target are stored with codec "{codec}" already, in {path}; '
+                f'[store] codec = "{codec}" uses them'
             )
     progress.update(text="corpus and capture plan are complete", force=True)
 
@@ -36,12 +37,12 @@ def with_codec(config: RunConfig, codec: str) -> RunConfig:
     return config.model_copy(update={"store": config.store.model_copy(update={"codec": codec})})
 
 
-def captured_otherwise(config: RunConfig, layout: Layout) -> list[str]:
-    """Other codecs with which the same hidden states were captured below this root: nobody should pay for them twice unasked."""
+def captured_otherwise(config: RunConfig, layout: Layout) -> dict[str, Path]:
+    """Stores of other codecs with which the same hidden states were captured below this root: nobody should pay for them twice unasked."""
     from dflash_offline.store.schema import committed_parts  # late for torch's sake
 
     stores = {codec: layout.store(keys.capture_key(with_codec(config, codec))) for codec in CODEC_SHARE if codec != config.store.codec}
-    return [codec for codec, path in stores.items() if committed_parts(path)]
+    return {codec: path for codec, path in stores.items() if committed_parts(path)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

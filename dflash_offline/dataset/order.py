@@ -4,6 +4,7 @@ A step is known by its number alone, so a resumed run needs no position and no s
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -112,6 +113,8 @@ class TrainingOrder:
     def _lay_out(self) -> None:
         """Go through all epochs once: how many steps each has, and the largest micro-batch of each bucket."""
         largest: dict[int, tuple[int, int]] = {}
+        counts: Counter[int] = Counter()  # micro-batches of each bucket in the first epoch
+        live = np.zeros(2)  # blocks and context tokens in them
         whole, total = int(np.ceil(self.train.epochs)), 0
         for epoch in range(whole):
             order = self._epoch(epoch)
@@ -123,8 +126,12 @@ class TrainingOrder:
             for micro_batches in order[:count]:
                 for rows in micro_batches:
                     bucket = int(self._buckets[rows[0]])
-                    context, blocks = largest.get(bucket, (0, 0))
-                    largest[bucket] = (max(context, int(self._lengths[rows].sum())), max(blocks, int(self._blocks[rows].sum())))
+                    context, blocks = int(self._lengths[rows].sum()), int(self._blocks[rows].sum())
+                    most_context, most_blocks = largest.get(bucket, (0, 0))
+                    largest[bucket] = (max(most_context, context), max(most_blocks, blocks))
+                    if epoch == 0:
+                        counts[bucket] += 1
+                        live += blocks, context
             total += count
             self._ends.append(total)
             if total == self.train.max_steps:
@@ -133,6 +140,8 @@ class TrainingOrder:
         shared = share_blocks(padded.values())
         for bucket, (context, _) in sorted(largest.items()):
             self.shapes[bucket] = BatchShape(bucket, _round_up(context, _CONTEXT_MULTIPLE), shared[padded[bucket]])
+        computed = sum(count * np.array([self.shapes[bucket].blocks, self.shapes[bucket].context]) for bucket, count in counts.items())
+        self._fill = tuple((live / computed).tolist())
 
     def _epoch(self, epoch: int) -> list[list[np.ndarray]]:
         if self._cached is None or self._cached[0] != epoch:
@@ -154,13 +163,7 @@ class TrainingOrder:
 
     def fill(self) -> tuple[float, float]:
         """Of what the first epoch's micro-batches are padded to, the shares that are real: blocks, context tokens."""
-        live, padded = np.zeros(2), np.zeros(2)
-        for micro_batches in self._epoch(0)[: self._ends[0]]:
-            for rows in micro_batches:
-                shape = self.shapes[int(self._buckets[rows[0]])]
-                live += int(self._blocks[rows].sum()), int(self._lengths[rows].sum())
-                padded += shape.blocks, shape.context
-        return float(live[0] / padded[0]), float(live[1] / padded[1])
+        return self._fill
 
     def fill_line(self) -> str:
         """:meth:`fill` to print, with what to change where blocks are few: padding costs the time of blocks."""

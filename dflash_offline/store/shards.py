@@ -239,11 +239,9 @@ class ShardedArray:
     def _read_raw(self, chunks: "_Chunks", begin: int, end: int) -> int:
         """One read that scatters: whole chunks go straight to where they are wanted, the others by way of the scratch."""
         file, offset, length = chunks.file, *chunks.extent(begin, end)
-        if length != (end - begin) * (self.chunk_bytes + 4):
-            raise StoreDamagedError(
-                f"{file}: the chunks of {chunks.name(begin)} to {chunks.name(end - 1)} have {length} bytes, "
-                f"not {end - begin} times {self.chunk_bytes + 4}"
-            )
+        for number, nbytes in enumerate(chunks.sizes[begin:end], begin):
+            if nbytes != self.chunk_bytes + 4:
+                raise StoreDamagedError(f"{file}: the chunk of {chunks.name(number)} has {nbytes} bytes, not {self.chunk_bytes + 4}")
         checks, buffers = bytearray(4 * (end - begin)), []
         behind, spare = memoryview(checks), _buffer(2 * self.chunk_bytes * (1 + self.meta.shape[1]))
         bodies = list(chunks.whole(begin, end))
@@ -324,9 +322,13 @@ class _Chunks:
         """Offset and bytes of a run in the file."""
         return self.offsets[begin], self.offsets[end - 1] + self.sizes[end - 1] - self.offsets[begin]
 
+    def _token(self, number: int) -> int:
+        """First token of a chunk."""
+        return self.token + number // len(self.taps) * self.array.chunk_tokens
+
     def _rows(self, number: int) -> tuple[int, int]:
         """Tokens [first, last) of a chunk that are wanted, counted from ``start``."""
-        token = self.token + number // len(self.taps) * self.array.chunk_tokens
+        token = self._token(number)
         return max(self.start, token) - self.start, min(self.stop, token + self.array.chunk_tokens) - self.start
 
     def whole(self, begin: int, end: int) -> Iterator[np.ndarray | None]:
@@ -344,13 +346,12 @@ class _Chunks:
 
     def put(self, number: int, chunk: np.ndarray) -> None:
         """Copy the wanted tokens of a chunk, uint8 [chunk bytes], to where they belong."""
-        (first, last), token = self._rows(number), self.token + number // len(self.taps) * self.array.chunk_tokens
-        skipped = self.start + first - token
+        first, last = self._rows(number)
+        skipped = self.start + first - self._token(number)
         self._out[number % len(self.taps), first:last] = chunk.reshape(self.array.chunk_tokens, -1)[skipped : skipped + last - first]
 
     def name(self, number: int) -> str:
-        token = self.token + number // len(self.taps) * self.array.chunk_tokens
-        return f"tap {self.taps[number % len(self.taps)]}, tokens from {token}"
+        return f"tap {self.taps[number % len(self.taps)]}, tokens from {self._token(number)}"
 
     def damaged(self, number: int) -> StoreDamagedError:
         return StoreDamagedError(f"{self.file}: the chunk of {self.name(number)} does not fit its checksum; it has been damaged")
