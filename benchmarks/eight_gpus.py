@@ -189,7 +189,7 @@ def run_file_sections(arguments: argparse.Namespace, *, model: Path, files: list
             "head_precision": arguments.head_precision,
             "anchors": 512 if not arguments.tiny else 8,
             "slots_per_batch": 16384 if not arguments.tiny else 256,
-            "log_every": max(1, min(10, arguments.steps // 6)),
+            "log_every": max(1, min(10, arguments.steps // 12)),
             "evaluate_every": 1_000_000,
             "checkpoint_every": 1_000_000,
             "heldout_rows": 4,
@@ -251,38 +251,44 @@ def run_case(name: str, arguments: argparse.Namespace, work: Path) -> dict[str, 
 
 
 def capture_figures(root: Path) -> dict[str, Any]:
-    """From the manifests of the parts: rates while a replica computed, and in all from the first begin to the last end."""
-    parts = [read_json(path)["extra"] for path in root.glob("captures/*/hidden_states.zarr/part-*/manifest.json")]
-    replicas: dict[str, dict[str, float]] = {}
+    """From the manifests of the parts: rate of each replica after its first part, until all is written, and their sum."""
+    names = sorted(root.glob("captures/*/hidden_states.zarr/part-*/manifest.json"))
+    parts = [read_json(path)["extra"] for path in names]
+    replicas: dict[str, list[dict[str, Any]]] = {}
     for part in parts:
-        found = replicas.setdefault(str(part["replica"]), {"tokens": 0, "seconds": 0.0, "wait_s": 0.0, "parts": 0})
-        found["parts"] += 1
-        for name in ("tokens", "seconds", "wait_s"):
-            found[name] += part[name]
-    rates = {name: round(found["tokens"] / max(found["seconds"], 1e-9), 1) for name, found in sorted(replicas.items())}
+        replicas.setdefault(str(part["replica"]), []).append(part)
+    rates, waits = {}, {}
+    for name, found in sorted(replicas.items()):
+        steady = found[1:] or found  # a replica's first part holds compilation and the self-check
+        seconds = max(sum(part["seconds"] for part in steady), 1e-9)
+        rates[name] = round(sum(part["tokens"] for part in steady) / seconds, 1)
+        waits[name] = round(sum(part["wait_s"] for part in steady) / seconds, 4)
     return {
-        "capture_tokens": int(sum(found["tokens"] for found in replicas.values())),
+        "capture_tokens": int(sum(part["tokens"] for part in parts)),
         "capture_tokens_per_s": {"replicas": rates, "all": round(sum(rates.values()), 1)},
-        "capture_wait_share": {name: round(found["wait_s"] / max(found["seconds"], 1e-9), 4) for name, found in sorted(replicas.items())},
+        "capture_wait_share": waits,
         "capture_packed": all(part.get("packed") for part in parts) if parts else None,
         "capture_padding": round(float(np.mean([part["padding"] for part in parts])), 4) if parts else None,
     }
 
 
 def train_figures(root: Path, ranks: int) -> dict[str, Any]:
-    """From metrics.jsonl: medians over its rows but the first two, in which machines still warm up."""
+    """From metrics.jsonl: over all of its steps but those of the first two rows, in which machines still warm up.
+
+    Not a median: short rows have more blocks a token, so batches differ in tokens/s, and some buckets have few batches.
+    """
     rows = []
     for path in root.glob("drafters/*/metrics.jsonl"):
         rows += [row for row in read_metrics(path) if "tokens_per_s" in row]
-    steady = rows[2:] or rows
-    if not steady:
+    if len(rows) < 4:
         return {"train_tokens_per_s": None}
-    rate = float(np.median([row["tokens_per_s"] for row in steady]))
+    first, steady = rows[1], rows[2:]
+    rate = (steady[-1]["tokens"] - first["tokens"]) / (steady[-1]["elapsed_s"] - first["elapsed_s"])
     last = steady[-1].get("ranks", {})
     return {
         "train_steps": rows[-1]["step"],
         "train_tokens_per_s": {"rank": round(rate / ranks, 1), "all": round(rate, 1)},
-        "train_wait_share": round(float(np.median([row["wait_share"] for row in steady])), 4),
+        "train_wait_share": round(float(np.mean([row["wait_share"] for row in steady])), 4),
         "train_ranks": last,
         "train_recompiles": rows[-1].get("recompiles"),
     }

@@ -23,6 +23,7 @@ from dflash_offline import keys
 from dflash_offline.capture import Replica
 from dflash_offline.capture.__main__ import add_arguments, body
 from dflash_offline.capture.forward import Batch
+from dflash_offline.capture.job import Backlog
 from dflash_offline.cli import main
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import prepare
@@ -283,12 +284,27 @@ def test_memory_that_runs_out_while_rows_leave_the_gpu_makes_batches_smaller(
 
 
 def test_part_manifest_says_who_made_it_and_how_fast(run: Callable[..., Run], tmp_path: Path) -> None:
-    made = run(12)
+    made = run(24, store=SMALL_PARTS)
+    began = time.monotonic()
     made.capture(replica=3, replicas=4)
+    wall, seconds = time.monotonic() - began, [made.extra(part.name)["seconds"] for part in made.plan.parts]
+    assert len(seconds) > 2 and 0 < sum(seconds) <= wall, "parts overlap, but no second counts twice"
     for part in made.plan.parts:
         extra = made.extra(part.name)
         assert extra["replica"] == 3 and extra["device"] == "cpu" and extra["tokens"] == part.tokens
         assert extra["tokens_per_s"] > 0 and 0 <= extra["padding"] < 0.2 and extra["attention"] == "sdpa"
+
+
+def test_seconds_of_overlapping_parts_add_up_to_the_time_they_took() -> None:
+    backlog = Backlog(1)
+    began = time.monotonic()
+    time.sleep(0.05)
+    first = backlog.end(began)
+    second = backlog.end(began + 0.02)  # begun while the first was at work
+    assert 0.05 <= first < 0.5 and second <= time.monotonic() - began - first
+    time.sleep(0.05)
+    idle = time.monotonic()
+    assert backlog.end(idle) < 0.04, "time before a part began is nobody's"
 
 
 def test_last_hidden_is_one_more_tap(run: Callable[..., Run], tiny_target: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -196,12 +197,14 @@ def test_learning_curve_is_over_the_tokens_trained(config: RunConfig) -> None:
 
 
 def test_capture_rates_by_replica() -> None:
-    def part(replica: int, tokens: int, seconds: float) -> dict[str, object]:
+    def part(replica: int, tokens: int, seconds: float) -> dict[str, Any]:
         return {"tokens": tokens, "bytes": 10, "extra": {"replica": replica, "device": "cpu", "seconds": seconds}}
 
-    rates = capture_rates([part(1, 100, 2.0), part(0, 50, 1.0), part(1, 300, 2.0), {"tokens": 5, "bytes": 1, "extra": {}}])
+    resumed = part(0, 50, 1.0)
+    resumed["extra"] |= {"tokens": 20}  # 30 of them were written by an earlier run
+    rates = capture_rates([part(1, 100, 2.0), resumed, part(1, 300, 2.0), {"tokens": 5, "bytes": 1, "extra": {}}])
     assert [(row["replica"], row["parts"], row["tokens"], row["tokens_per_s"]) for row in rates] == [
-        (0, 1, 50, 50.0),
+        (0, 1, 50, 20.0),
         (1, 2, 400, 100.0),
         (None, 1, 5, None),
     ]

@@ -34,12 +34,13 @@ class LeaseLostError(Exception):
 
 
 class Backlog:
-    """Bounds what waits to be written, in batches, over all jobs of a replica; counts the time spent waiting for room."""
+    """Over all jobs of a replica: bounds what waits to be written, in batches, and counts time, that spent waiting for room too."""
 
     def __init__(self, batches: int) -> None:
         self._room, self._counted = threading.Semaphore(batches), threading.Lock()
         self.limit, self.waiting = batches, 0  # room in all, and how much of it is taken: what is not yet written
         self.waited_s = 0.0
+        self._last_end = 0.0
 
     def enter(self, gave_up: Callable[[], bool]) -> bool:
         """Take room for a batch, as soon as there is some; False when ``gave_up`` says that it is no longer wanted."""
@@ -56,6 +57,16 @@ class Backlog:
         with self._counted:
             self.waiting -= 1
         self._room.release()
+
+    def end(self, began: float) -> float:
+        """A job that ``began`` then (monotonic clock) ends now: its seconds, less those that a job which ended meanwhile has counted.
+
+        Jobs overlap, and the GPU computes after it was told to: only from end to end do their seconds add up to the replica's.
+        """
+        with self._counted:
+            now = time.monotonic()
+            seconds, self._last_end = now - max(began, self._last_end), now
+        return seconds
 
 
 class PartJob:
@@ -74,6 +85,7 @@ class PartJob:
         self._queue: queue.Queue[tuple[list[int], Batch] | dict[str, Any] | None] = queue.Queue()
         self.error: BaseException | None = None
         self.tokens = 0
+        self._began = time.monotonic()
         self.at: tuple[int, list[int]] = (0, [])  # bucket and lengths of the batch being written
         self._next = 0  # sample of the part that comes next
         self._thread = threading.Thread(target=self._run, name=lease.name, daemon=True)
@@ -93,7 +105,7 @@ class PartJob:
         self._next += samples
 
     def finish(self, extra: dict[str, Any]) -> None:
-        """No more batches come: commit with this in the manifest."""
+        """No more batches come: commit with this in the manifest, and ``seconds`` and ``tokens_per_s`` of the part."""
         self._queue.put(extra)
 
     def abandon(self) -> None:
@@ -115,7 +127,7 @@ class PartJob:
                 while (item := self._queue.get()) is not None:
                     if isinstance(item, dict):
                         self._check_lease()
-                        self.writer.commit(item)
+                        self.writer.commit(lambda told=item: told | self._rate())
                         break
                     try:
                         self._write(*item)
@@ -135,6 +147,10 @@ class PartJob:
                 yield
         else:
             yield
+
+    def _rate(self) -> dict[str, float]:
+        seconds = self._backlog.end(self._began)
+        return {"seconds": round(seconds, 3), "tokens_per_s": round(self.tokens / max(seconds, 1e-9), 1)}
 
     def _check_lease(self) -> None:
         if self.error is not None:

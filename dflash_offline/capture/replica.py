@@ -177,8 +177,8 @@ class Replica:
             return None
 
     def _run_batches(self, part: PlannedPart, job: PartJob, *, resume: int) -> None:
-        start, waited = time.monotonic(), self.backlog.waited_s
-        self._started = self._started or start
+        waited = self.backlog.waited_s
+        self._started = self._started or time.monotonic()
         before = (self.forwarder.tokens, self.forwarder.padded_tokens)
 
         def first_batch(ids: np.ndarray, taps: list[torch.Tensor]) -> None:
@@ -193,12 +193,9 @@ class Replica:
         if job.error is not None:
             job.abandon()
             return
-        seconds = time.monotonic() - start
         done, padded = self.forwarder.tokens - before[0], self.forwarder.padded_tokens - before[1]
         extra = self._recorded | {
-            "seconds": round(seconds, 3),
             "tokens": tokens,
-            "tokens_per_s": round(tokens / max(seconds, 1e-9), 1),
             "padding": round(1 - done / padded, 5) if padded else 0.0,
             "wait_s": round(self.backlog.waited_s - waited, 3),
             "resumed_at_sample": resume,

@@ -126,14 +126,16 @@ def capture_rates(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         extra = part.get("extra") or {}
         name = (extra.get("replica"), str(extra.get("device", "?")), str(extra.get("host", "")))
         told = dict(zip(("replica", "device", "host"), name, strict=True))
-        entry = by_replica.setdefault(name, {**told, "parts": 0, "tokens": 0, "seconds": 0.0, "bytes": 0})
+        entry = by_replica.setdefault(name, {**told, "parts": 0, "tokens": 0, "computed": 0, "seconds": 0.0, "bytes": 0})
         entry["parts"] += 1
         entry["tokens"] += part["tokens"]
         entry["bytes"] += part["bytes"]
         entry["seconds"] += float(extra.get("seconds") or 0.0)
+        entry["computed"] += extra.get("tokens", part["tokens"])  # fewer than the part's when it was begun by an earlier run
     rows = sorted(by_replica.values(), key=lambda row: (row["host"], row["replica"] is None, row["replica"] or 0))
     for row in rows:
-        row["tokens_per_s"] = row["tokens"] / row["seconds"] if row["seconds"] else None
+        computed = row.pop("computed")
+        row["tokens_per_s"] = computed / row["seconds"] if row["seconds"] else None
     return rows
 
 

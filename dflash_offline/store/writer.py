@@ -321,11 +321,12 @@ class PartWriter:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def commit(self, extra: dict[str, Any] | None = None) -> None:
+    def commit(self, extra: dict[str, Any] | Callable[[], dict[str, Any]] | None = None) -> None:
         """Write what is left, then the manifest, and give the part its name.
 
         Args:
-            extra: what else the manifest records (seconds, replica, device ...); JSON values.
+            extra: what else the manifest records (seconds, replica, device ...), JSON values. Or a function of them, called
+                when the rows are written.
         """
         if self.already_committed:
             return
@@ -350,7 +351,7 @@ class PartWriter:
                 shape=self.shape,
                 executor=self._compressor,
                 rms=self._norms.summary(self.shape.num_tokens),
-                extra=extra or {},
+                extra=(extra() if callable(extra) else extra) or {},
             )
             self._publish()
             self.journal.clear()
