@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from dflash_offline.drafter import Drafter
 from dflash_offline.objective import FrozenHead, Objective, block_loss
+from dflash_offline.train.proof import head_sizes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import dflash_peers  # noqa: E402
@@ -74,6 +75,8 @@ def our_step(work: Work, tensors: Tensors, ours: Ours, *, compiled: bool) -> Mad
         drafter = Drafter(work.shape, attention=ours.attention).to(dtype)
     if compiled:
         drafter.compile_layers()
+        if drafter.attention.name == "triton":  # as training does before its first step
+            drafter.attention.compile_kernels(**head_sizes(work.shape), dtype=dtype, device=tensors.hidden.device)
     head, objective = FrozenHead(tensors.head, precision=ours.head_precision), Objective()
     batches = make_batches(work, tensors, 4)
     mask_row = tensors.embedding[work.shape.mask_token_id]

@@ -176,6 +176,31 @@ def test_peak_memory_of_the_loss_stays_within_its_chunk():
     assert peak < 2.5 * chunk < rows * 15 * vocabulary * 2 / 5, f"{peak >> 20} MiB"
 
 
+COMPILED_AHEAD = textwrap.dedent("""
+    import os
+    from pathlib import Path
+    import torch
+    from dflash_offline.attention import make_attention, prove
+
+    sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 16, "windows": {None, 70}}
+    sizes |= {"dtype": torch.bfloat16, "device": torch.device("cuda", torch.cuda.current_device())}
+    path, cache = make_attention("triton"), Path(os.environ["TRITON_CACHE_DIR"])
+    path.compile_kernels(**sizes)
+    ahead = sorted(file.stem for file in cache.rglob("*.cubin"))
+    prove(path, num_context=1536, num_blocks=64, **sizes)
+    print(ahead, len(list(cache.rglob("*.cubin"))), sep=";")
+""")
+
+
+def test_kernels_compiled_ahead_are_those_that_run(tmp_path):
+    """At the same time, and for the same sizes: no other is compiled when attention runs."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    ran = subprocess.run([sys.executable, "-c", COMPILED_AHEAD], env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    kernels = ["block_gradient_kernel", "context_gradient_kernel", "forward_kernel", "query_gradient_kernel"]
+    assert ran.stdout.strip() == f"{sorted(kernels * 2)};8", "of each window one"
+
+
 COMPILE_FLEX = textwrap.dedent("""
     import sys, threading
     import torch

@@ -7,8 +7,10 @@ Legend: N blocks, B slots of a block, S = N * B, C context rows, A query heads, 
 of context keys.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -62,6 +64,43 @@ class IntervalAttention:
         self.tiles = tiles or Tiles()
         self._tile_sizes = list(astuple(self.tiles))  # here: PyTorch 2.11 with Python 3.11 cannot compile a layer with astuple in it
         self._attention = operators()
+
+    def compile_kernels(
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        windows: set[int | None],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Have Triton compile all kernels of these sizes at the same time: one after the other they take most of ten seconds."""
+        blocks, context = 16, 2 * self.tiles.key_keys  # multiples of 16, as real ones are: Triton compiles others anew
+        slots = blocks * block_size
+        new = functools.partial(torch.zeros, dtype=dtype, device=device)
+        query, keys, own = new(slots, heads, head_dim), new(context, kv_heads, head_dim), new(slots, kv_heads, head_dim)
+        states, sums = (query, keys, keys, own, own), torch.zeros(kv_heads, slots * heads // kv_heads, device=device)
+        start = torch.zeros(blocks, dtype=torch.int32, device=device)
+        jobs: list[Callable[[], Any]] = []
+        for window in windows:
+            ranges = key_ranges(start, start + context, context, block_size, window, self.tiles.key_keys).to(torch.int32)
+            plan, tiles = IntervalPlan(start, start + context, ranges, block_size, window or 0), self.tiles
+            jobs += [
+                functools.partial(launch_context_gradient, states, query, sums, sums, plan, tiles),
+                functools.partial(launch_query_gradient, states, query, query, sums, plan, tiles),
+                functools.partial(launch_forward, states, plan, tiles),
+                functools.partial(launch_block_gradient, states, query, sums, sums, plan),
+            ]
+
+        def run(job: Callable[[], Any]) -> None:
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                job()
+
+        with ThreadPoolExecutor(len(jobs)) as threads:
+            for done in [threads.submit(run, job) for job in jobs]:
+                done.result()
 
     def plan(self, blocks: BlockLayout, window: int | None) -> IntervalPlan:
         start, end = rising(blocks.context_start, blocks.context_end)

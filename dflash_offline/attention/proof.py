@@ -120,9 +120,9 @@ def small_case(block_size: int) -> BlockLayout:
 
 def random_states(blocks: BlockLayout, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Query, context key and value, block key and value."""
-    generator, slots = torch.Generator().manual_seed(0), blocks.num_blocks * blocks.block_size
+    generator, slots = torch.Generator(device).manual_seed(0), blocks.num_blocks * blocks.block_size
     shapes = [(slots, heads), (blocks.num_context, kv_heads), (blocks.num_context, kv_heads), (slots, kv_heads), (slots, kv_heads)]
-    return [torch.randn(*shape, head_dim, generator=generator).to(device, dtype) for shape in shapes]
+    return [torch.randn(*shape, head_dim, generator=generator, device=device).to(dtype) for shape in shapes]
 
 
 def outcome(attention: Attention, blocks: BlockLayout, window: int | None, states: list[Tensor], upstream: Tensor) -> list[Tensor]:

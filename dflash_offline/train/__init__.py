@@ -65,6 +65,8 @@ def train(config: RunConfig, arguments: argparse.Namespace, progress: Progress) 
         folder, said = kernels.use_cache_folder(device)
         if said is not None:
             progress.say(said)
+        if config.train.attention in ("auto", "triton", "flex"):
+            kernels.import_compiler()
     progress.update(text="opening corpus and store", force=True)
     partial = choose(config, arguments.key) if getattr(arguments, "partial", False) else None
     setup = prepare(config, arguments.key, ranks, device, partial=partial)

@@ -11,11 +11,13 @@ at the same time.
 
 import contextlib
 import fcntl
+import importlib
 import logging
 import os
 import re
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,6 +77,11 @@ def _own_folder(folder: Path, *, private: Path | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
+
+
+def import_compiler() -> None:
+    """Import what ``torch.compile`` consists of, in a thread: seconds, in which this process reads weights and checksums."""
+    threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",), daemon=True).start()
 
 
 @contextlib.contextmanager
