@@ -15,18 +15,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numcodecs.zstd import Zstd
+import zstandard
 
 from dflash_offline.errors import StoreDamagedError, StoreError
 from dflash_offline.store.shard_writing import ABSENT, crc32c, crc32c_number
 
 ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
-_READ_BYTES = 4 << 20  # most bytes in one read
+_READ_BYTES = 2 << 20  # most bytes in one read, unless a row of chunks has more: they stay in a core's own cache until they are copied
 _SPAN_BYTES = 8 << 20  # read by one thread at a time
-_READ_CHUNKS = 500  # most chunks in one read: two buffers each, and the system takes 1024
 _thread = threading.local()  # scratch memory of each thread
 
 
@@ -178,6 +177,7 @@ class ShardedArray:
         self.chunk_tokens, self.shard_tokens = self.meta.chunk[0], self.meta.shard[0]
         self.chunk_bytes = self.chunk_tokens * self.meta.shape[2] * self.meta.dtype.itemsize
         self._indexes: dict[int, np.ndarray] = {}
+        self._checksums, self._learning = [0], threading.Lock()
 
     def _index(self, shard: int, file: ShardFile) -> np.ndarray:
         index = self._indexes.get(shard)
@@ -222,10 +222,9 @@ class ShardedArray:
             with self._open(name) as file:
                 base = shard * self.shard_tokens
                 begin, end = (start - base) // size, -(-(stop - base) // size)
-                wanted = self._index(shard, file)[begin:end, list(taps)].reshape(-1, 2)
+                wanted = self._index(shard, file)[begin:end, list(taps)]
                 chunks = _Chunks(self, file, taps, base + begin * size, start, stop, wanted, out)
-                read = self._read_compressed if self.meta.zstd else self._read_raw
-                return sum(read(chunks, first, last) for first, last in chunks.runs())
+                return sum(self._read_run(chunks, run) for run in chunks.runs())
         except FileNotFoundError:
             raise StoreDamagedError(
                 f"{self.folder / name}: the file is missing; tokens {start} to {stop} of its part cannot be read"
@@ -236,58 +235,75 @@ class ShardedArray:
                 "If the disk is sound, `dflash-offline verify` says what else is damaged"
             ) from None
 
-    def _read_raw(self, chunks: "_Chunks", begin: int, end: int) -> int:
-        """One read that scatters: whole chunks go straight to where they are wanted, the others by way of the scratch."""
-        file, offset, length = chunks.file, *chunks.extent(begin, end)
-        for number, nbytes in enumerate(chunks.sizes[begin:end], begin):
-            if nbytes != self.chunk_bytes + 4:
-                raise StoreDamagedError(f"{file}: the chunk of {chunks.name(number)} has {nbytes} bytes, not {self.chunk_bytes + 4}")
-        checks, buffers = bytearray(4 * (end - begin)), []
-        behind, spare = memoryview(checks), _buffer(2 * self.chunk_bytes * (1 + self.meta.shape[1]))
-        bodies = list(chunks.whole(begin, end))
-        cut = [i for i, body in enumerate(bodies) if body is None]
-        for number, i in enumerate(cut):
-            bodies[i] = spare[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
-        for i, body in enumerate(bodies):
-            buffers += (body, behind[4 * i : 4 * i + 4])
-        if file.preadv(buffers, offset) != length:
-            raise StoreDamagedError(f"{file}: cut short before the end of {chunks.name(end - 1)}")
-        for i, (body, check) in enumerate(zip(bodies, np.frombuffer(checks, "<u4").tolist(), strict=True)):
-            if crc32c_number(body) != check:
-                raise chunks.damaged(begin + i)
-        for i in cut:
-            chunks.put(begin + i, bodies[i])
+    def _read_run(self, chunks: "_Chunks", run: "_Run") -> int:
+        """Read, check and copy chunks that lie side by side: few calls for all of them, since each lets go of the interpreter's lock."""
+        offset, length = chunks.extent(run)
+        held = _buffer(length)
+        if chunks.file.preadv([held], offset) != length:
+            raise StoreDamagedError(f"{chunks.file}: cut short before the end of {chunks.name(run.rows.stop - 1, run.taps.stop - 1)}")
+        chunks.put(run, (self._decompressed if self.meta.zstd else self._checked)(chunks, run, held))
         return length
 
-    def _read_compressed(self, chunks: "_Chunks", begin: int, end: int) -> int:
-        file, offset, length = chunks.file, *chunks.extent(begin, end)
-        held = _buffer(length + self.chunk_bytes)
-        buffer, spare = held[:length], held[length:]
-        if file.preadv([buffer], offset) != length:
-            raise StoreDamagedError(f"{file}: cut short before the end of {chunks.name(end - 1)}")
-        at = 0
-        for i, (body, size) in enumerate(zip(chunks.whole(begin, end), chunks.sizes[begin:end], strict=True)):
-            raw, at = buffer[at : at + size], at + size
-            if crc32c(raw[:-4]) != raw[-4:].tobytes():
-                raise chunks.damaged(begin + i)
-            chunk = spare if body is None else body
-            try:
-                Zstd().decode(raw[:-4], chunk)
-            except (RuntimeError, ValueError):  # another size than ours
-                raise chunks.damaged(begin + i) from None
-            if body is None:
-                chunks.put(begin + i, chunk)
-        return length
+    def _checked(self, chunks: "_Chunks", run: "_Run", held: np.ndarray) -> np.ndarray:
+        """Chunks as they lie in the file, uint8 ``[rows, taps, chunk bytes]``, checked in one go."""
+        size = self.chunk_bytes + 4
+        sizes = chunks.sizes[run.rows, run.taps]
+        if (sizes != size).any():
+            row, tap = np.argwhere(sizes != size)[0].tolist()
+            what = f"the chunk of {chunks.name(run.rows.start + row, run.taps.start + tap)} has {sizes[row, tap]} bytes, not {size}"
+            raise StoreDamagedError(f"{chunks.file}: {what}")
+        pieces = held.reshape(*sizes.shape, size)
+        if crc32c_number(held) != self._checksum_of(sizes.size):
+            for row, tap in np.ndindex(sizes.shape):
+                if crc32c(pieces[row, tap, :-4]) != pieces[row, tap, -4:].tobytes():
+                    raise chunks.damaged(run.rows.start + row, run.taps.start + tap)
+        return pieces[..., :-4]
+
+    def _checksum_of(self, count: int) -> int:
+        """crc32c of so many chunks side by side, each with its own behind it: where those are right, it depends on their length alone."""
+        known = self._checksums
+        if count >= len(known):
+            with self._learning:
+                chunk = bytes(self.chunk_bytes)
+                chunk += crc32c(chunk)
+                while count >= len(known):
+                    known.append(crc32c_number(chunk, known[-1]))
+        return known[count]
+
+    def _decompressed(self, chunks: "_Chunks", run: "_Run", held: np.ndarray) -> np.ndarray:
+        """Chunks uint8 ``[rows, taps, chunk bytes]``."""
+        sizes = chunks.sizes[run.rows, run.taps].astype(np.int64)
+        ends = np.cumsum(sizes.reshape(-1))
+        frames = np.stack([ends - sizes.reshape(-1), sizes.reshape(-1) - 4], 1)
+        for i, (first, size) in enumerate(frames.tolist()):
+            # holding the interpreter's lock: passing it on would take longer than this
+            if crc32c_number(held[first : first + size], 0, 0).to_bytes(4, "little") != held[first + size : first + size + 4].tobytes():
+                raise chunks.damaged(run.rows.start + i // sizes.shape[1], run.taps.start + i % sizes.shape[1])
+        wanted = np.full(len(frames), self.chunk_bytes, "<u8").tobytes()
+        try:
+            found = _decompressor().multi_decompress_to_buffer(
+                zstandard.BufferWithSegments(held.data, frames.astype("<u8").tobytes()), decompressed_sizes=wanted, threads=1
+            )
+        except (zstandard.ZstdError, ValueError):
+            found = None
+        if found is None or found.size() != sizes.size * self.chunk_bytes:
+            raise StoreDamagedError(f"{chunks.file}: chunks from {chunks.name(run.rows.start, run.taps.start)} on cannot be decompressed")
+        return _side_by_side(found, self.chunk_bytes).reshape(*sizes.shape, self.chunk_bytes)
+
+
+class _Run(NamedTuple):
+    """Chunks side by side in a file: these token chunks of the wanted ones, of each these of the wanted taps."""
+
+    rows: slice
+    taps: slice
 
 
 class _Chunks:
-    """What is wanted of a shard: chunks side by side along the tokens, of each the taps in the order wanted.
-
-    Numbered token chunk by token chunk, tap by tap. Everything but the first and the last token chunk is wanted whole.
+    """What is wanted of a shard: rows of chunks side by side along the tokens, of each row the taps in the order wanted.
 
     Args:
-        token: first of the first token chunk; start, stop: the tokens wanted.
-        wanted: uint64 ``[n, 2]`` offset and size of each in the file.
+        token: first of the first row of chunks; start, stop: the tokens wanted.
+        wanted: uint64 ``[rows, k, 2]`` offset and size of each in the file.
         out: uint8 ``[k, stop - start, bytes of a token]``, each tap's rows contiguous.
     """
 
@@ -304,57 +320,57 @@ class _Chunks:
     ) -> None:
         self.array, self.file, self.taps = array, file, taps
         self.token, self.start, self.stop, self._out = token, start, stop, out
-        self.offsets, self.sizes = wanted[:, 0].tolist(), wanted[:, 1].tolist()
-        if (wanted[:, 0] == ABSENT).any():
-            raise StoreDamagedError(f"{file}: no chunk for {self.name(self.offsets.index(ABSENT))}; it has been damaged")
+        self.offsets, self.sizes = wanted[..., 0], wanted[..., 1]
+        if (self.offsets == ABSENT).any():
+            row, tap = np.argwhere(self.offsets == ABSENT)[0].tolist()
+            raise StoreDamagedError(f"{file}: no chunk for {self.name(row, tap)}; it has been damaged")
 
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Numbers [begin, end) of chunks that lie one after another in the file: each run is one read."""
-        begin, size = 0, 0
-        for i, (offset, nbytes) in enumerate(zip(self.offsets, self.sizes, strict=True)):
-            if size and (offset != self.offsets[begin] + size or i - begin == _READ_CHUNKS or size + nbytes > _READ_BYTES):
-                yield begin, i
-                begin, size = i, 0
-            size += nbytes
-        yield begin, len(self.sizes)
+    def runs(self) -> Iterator[_Run]:
+        """Each is one read. Rows together where all that is wanted lies together, else parts of a row."""
+        offsets, sizes = self.offsets.reshape(-1), self.sizes.reshape(-1)
+        rows, taps = self.offsets.shape
+        follows = offsets[1:] == offsets[:-1] + sizes[:-1]
+        if follows.all():
+            begin, size = 0, 0
+            for row, nbytes in enumerate(self.sizes.sum(1).tolist()):
+                if size and size + nbytes > _READ_BYTES:
+                    yield _Run(slice(begin, row), slice(0, taps))
+                    begin, size = row, 0
+                size += nbytes
+            yield _Run(slice(begin, rows), slice(0, taps))
+            return
+        for row in range(rows):
+            begin = 0
+            for tap in range(1, taps + 1):
+                if tap == taps or not follows[row * taps + tap - 1]:
+                    yield _Run(slice(row, row + 1), slice(begin, tap))
+                    begin = tap
 
-    def extent(self, begin: int, end: int) -> tuple[int, int]:
+    def extent(self, run: _Run) -> tuple[int, int]:
         """Offset and bytes of a run in the file."""
-        return self.offsets[begin], self.offsets[end - 1] + self.sizes[end - 1] - self.offsets[begin]
+        first, sizes = int(self.offsets[run.rows.start, run.taps.start]), self.sizes[run.rows, run.taps]
+        return first, int(sizes.sum())
 
-    def _token(self, number: int) -> int:
-        """First token of a chunk."""
-        return self.token + number // len(self.taps) * self.array.chunk_tokens
+    def put(self, run: _Run, chunks: np.ndarray) -> None:
+        """Copy what is wanted of a run's chunks, uint8 ``[rows, taps, chunk bytes]``, to where it belongs."""
+        size, out = self.array.chunk_tokens, self._out[run.taps]
+        first, rows, taps = self.token + run.rows.start * size, len(chunks), len(out)
+        begin, end = max(self.start, first) - first, min(self.stop, first + rows * size) - first  # tokens of the run
+        at = first - self.start
+        whole = slice(-(-begin // size), end // size)
+        if whole.start < whole.stop:
+            place = out[:, at + whole.start * size : at + whole.stop * size]
+            place.reshape(taps, whole.stop - whole.start, -1)[...] = chunks[whole].swapaxes(0, 1)
+        cut = {begin // size} if begin % size else set()
+        for row in cut | ({end // size} if end % size else set()):
+            low, high = max(begin, row * size), min(end, (row + 1) * size)
+            out[:, at + low : at + high] = chunks[row].reshape(taps, size, -1)[:, low - row * size : high - row * size]
 
-    def _rows(self, number: int) -> tuple[int, int]:
-        """Tokens [first, last) of a chunk that are wanted, counted from ``start``."""
-        token = self._token(number)
-        return max(self.start, token) - self.start, min(self.stop, token + self.array.chunk_tokens) - self.start
+    def name(self, row: int, tap: int) -> str:
+        return f"tap {self.taps[tap]}, tokens from {self.token + row * self.array.chunk_tokens}"
 
-    def whole(self, begin: int, end: int) -> Iterator[np.ndarray | None]:
-        """Where each chunk of a run belongs, uint8 [chunk bytes]; None where it is not wanted whole."""
-        places, taps = self._out.reshape(len(self._out), -1), len(self.taps)
-        width = places.shape[1] // max(1, self.stop - self.start)
-        while begin < end:
-            (first, last), tap = self._rows(begin), begin % taps
-            count = min(taps - tap, end - begin)
-            if last - first == self.array.chunk_tokens:
-                yield from places[tap : tap + count, first * width : last * width]
-            else:
-                yield from [None] * count
-            begin += count
-
-    def put(self, number: int, chunk: np.ndarray) -> None:
-        """Copy the wanted tokens of a chunk, uint8 [chunk bytes], to where they belong."""
-        first, last = self._rows(number)
-        skipped = self.start + first - self._token(number)
-        self._out[number % len(self.taps), first:last] = chunk.reshape(self.array.chunk_tokens, -1)[skipped : skipped + last - first]
-
-    def name(self, number: int) -> str:
-        return f"tap {self.taps[number % len(self.taps)]}, tokens from {self._token(number)}"
-
-    def damaged(self, number: int) -> StoreDamagedError:
-        return StoreDamagedError(f"{self.file}: the chunk of {self.name(number)} does not fit its checksum; it has been damaged")
+    def damaged(self, row: int, tap: int) -> StoreDamagedError:
+        return StoreDamagedError(f"{self.file}: the chunk of {self.name(row, tap)} does not fit its checksum; it has been damaged")
 
 
 def _buffer(length: int) -> np.ndarray:
@@ -363,3 +379,20 @@ def _buffer(length: int) -> np.ndarray:
     if held is None or len(held) < length:
         held = _thread.buffer = np.empty(max(length, _READ_BYTES), np.uint8)
     return held[:length]
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    """This thread's."""
+    held = getattr(_thread, "decompressor", None)
+    if held is None:
+        held = _thread.decompressor = zstandard.ZstdDecompressor()
+    return held
+
+
+def _side_by_side(pieces: zstandard.BufferWithSegmentsCollection, size: int) -> np.ndarray:
+    """Pieces of this size as one array uint8 ``[pieces * size]``: as they lie, for zstandard puts them into one allocation; else copied."""
+    arrays = [np.frombuffer(piece, np.uint8) for piece in pieces]
+    starts = [array.__array_interface__["data"][0] for array in arrays]
+    if starts == list(range(starts[0], starts[0] + size * len(starts), size)):
+        return np.lib.stride_tricks.as_strided(arrays[0], (size * len(arrays),), (1,), writeable=False)
+    return np.concatenate(arrays)
