@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from small_store import LENGTHS, folder_in_memory, make_store, rows, same_bits, write_part
 
 from dflash_offline import manifest, store
@@ -107,6 +108,38 @@ def test_problems_name_the_samples(damaged):
     ):
         for i in range(10, 20):
             opened[i].hidden_states()
+
+
+def test_reading_names_the_one_damaged_chunk_among_those_read_at_once(damaged):
+    """Chunks side by side are checked in one go; every chunk, and every place in it, must still be found and named."""
+    names = [name for name in ("low", "high", "codes", "scales") if (damaged / "part-00000" / name).exists()]
+    for name in names:
+        shard = damaged / "part-00000" / name / "c" / "0" / "0" / "0"
+        whole, array = shard.read_bytes(), zarr_json(shard)
+        chunks = array["shape"][1] * (array["shard"] // array["chunk"])
+        index = np.frombuffer(whole[-16 * chunks - 4 : -4], "<u8").reshape(-1, array["shape"][1], 2)
+        with store.HiddenStateStore(damaged, verify="off") as opened:
+            wanted = opened.read_encoded(range(10))
+            for chunk, tap in np.ndindex(index.shape[:2]):
+                offset, size = index[chunk, tap].tolist()
+                if offset == 2**64 - 1:
+                    continue
+                for place in (offset, offset + size // 2, offset + size - 5, offset + size - 4, offset + size - 1):
+                    flip(shard, place, random.randrange(8))
+                    with pytest.raises(
+                        StoreDamagedError, match=rf"{name}/c/0/0/0: the chunk of tap {tap}, tokens from {chunk * array['chunk']} "
+                    ):
+                        opened.read_encoded(range(10))
+                    shard.write_bytes(whole)
+            found = opened.read_encoded(range(10))
+            assert all(torch.equal(found.arrays[key], wanted.arrays[key]) for key in wanted.arrays)
+
+
+def zarr_json(shard):
+    """Shape, tokens of a shard and of a chunk, as the array's metadata has them."""
+    raw = json.loads((shard.parents[3] / "zarr.json").read_bytes())
+    sharding = raw["codecs"][0]["configuration"]
+    return {"shape": raw["shape"], "shard": raw["chunk_grid"]["configuration"]["chunk_shape"][0], "chunk": sharding["chunk_shape"][0]}
 
 
 def test_extra_files(damaged):
