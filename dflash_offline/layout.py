@@ -19,7 +19,7 @@
       logs/STAGE/                       one log and one progress file per model process; other hosts' in STAGE/HOST/
       logs/hosts/                       what each host tells of itself; beside it first-host, and serving.json of the live page
       inputs/                           standard input as it was piped in; where Hugging Face data sets lie
-      cache/                            digests of input files; compiled kernels live elsewhere
+      cache/                            digests of input files, shapes of drafters; compiled kernels live elsewhere
 """
 
 from dataclasses import dataclass

@@ -18,11 +18,12 @@ Gradients here are sums over a step (not means): ``update`` divides by the step'
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
 
 ADAM_EPS = 1e-8
 MIN_LR_RATIO = 0.1  # the learning rate ends at this share of its peak
@@ -157,6 +158,18 @@ class Weights:
         return self.master if self.ema is None else self.ema
 
 
+@dataclass
+class _Group:
+    """Flat pieces of parameters with one weight decay; item i of each list belongs to the same parameter."""
+
+    weight_decay: float
+    masters: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    first_moments: list[torch.Tensor] = field(default_factory=list)
+    second_moments: list[torch.Tensor] = field(default_factory=list)
+    steps: list[torch.Tensor] = field(default_factory=list)
+
+
 class AdamW:
     """Decoupled AdamW on the masters of a ``Weights``, fused, with weight decay on matrices only.
 
@@ -167,19 +180,15 @@ class AdamW:
         self.weights = weights
         self.first_moment = torch.zeros_like(weights.master)
         self.second_moment = torch.zeros_like(weights.master)
-        matrices: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        self.betas = betas
+        self._groups = [_Group(weight_decay=weight_decay), _Group(weight_decay=0.0)]
         for index, first, last in weights.own_pieces():
-            master = nn.Parameter(weights.own(weights.master, first, last), requires_grad=False)
-            master.grad = weights.gradient[first:last]
-            (matrices if len(weights.shapes[index]) >= 2 else others).append(master)
-            moments = (weights.own(moment, first, last) for moment in (self.first_moment, self.second_moment))
-            step = torch.zeros((), dtype=torch.float32, device=weights.device)
-            state[master] = {"step": step, **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self._inner = torch.optim.AdamW([group for group in groups if group["params"]], betas=betas, eps=ADAM_EPS, fused=True)
-        self._inner.state.update(state)
+            group = self._groups[0 if len(weights.shapes[index]) >= 2 else 1]
+            group.masters.append(weights.own(weights.master, first, last))
+            group.gradients.append(weights.gradient[first:last])
+            group.first_moments.append(weights.own(self.first_moment, first, last))
+            group.second_moments.append(weights.own(self.second_moment, first, last))
+            group.steps.append(torch.zeros((), dtype=torch.float32, device=weights.device))
 
     def update(self, *, lr: float, clip: float, weight_sum: torch.Tensor, loss_sum: torch.Tensor) -> torch.Tensor:
         """One optimiser step from the summed gradients, which are cleared.
@@ -200,25 +209,45 @@ class AdamW:
         empty = weight <= 0
         norm = self.weights.gradient.norm() / torch.where(empty, 1.0, weight)
         norm = norm + 0.0 * loss_sum.to(torch.float32)  # a loss that is not finite makes the norm so
-        for group in self._inner.param_groups:
-            group["lr"] = lr
         # the fused kernel divides gradients by grad_scale and leaves everything as it is where found_inf is 1
-        self._inner.grad_scale = weight / (clip / (norm + 1e-6)).clamp(max=1.0)
-        self._inner.found_inf = (empty | ~torch.isfinite(norm)).to(torch.float32)
-        self._inner.step()
+        grad_scale = weight / (clip / (norm + 1e-6)).clamp(max=1.0)
+        found_inf = (empty | ~torch.isfinite(norm)).to(torch.float32)
+        for group in self._groups:
+            # the function, not torch.optim.AdamW: making one of those imports PyTorch's compiler, 0.8 s, which a CPU does without
+            adamw(
+                group.masters,
+                group.gradients,
+                group.first_moments,
+                group.second_moments,
+                [],
+                group.steps,
+                fused=True,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+                amsgrad=False,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                lr=lr,
+                weight_decay=group.weight_decay,
+                eps=ADAM_EPS,
+                maximize=False,
+            )
         self.weights.gradient.zero_()
         return norm
 
     @property
     def steps_taken(self) -> torch.Tensor:
         """Updates that were not skipped, a scalar on the device (Adam's bias correction counts these)."""
-        step: torch.Tensor = next(iter(self._inner.state.values()))["step"]
-        return step
+        return self._steps[0]
 
     def set_steps_taken(self, steps: int) -> None:
         """Restore the count that ``steps_taken`` gave."""
-        for state in self._inner.state.values():
-            state["step"].fill_(steps)
+        for step in self._steps:
+            step.fill_(steps)
+
+    @property
+    def _steps(self) -> list[torch.Tensor]:
+        return [step for group in self._groups for step in group.steps]
 
 
 def state_tensors(weights: Weights, optimizer: AdamW) -> dict[str, torch.Tensor]:

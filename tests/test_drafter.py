@@ -1,6 +1,9 @@
 """The drafter: names, forward pass, leaks end to end, incremental drafting, rotation, shapes from a target."""
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,8 +11,8 @@ import pytest
 import torch
 
 from dflash_offline.attention import BlockLayout
-from dflash_offline.config import DrafterConfig
-from dflash_offline.drafter import Drafter, DrafterShape, rotary_frequencies
+from dflash_offline.config import DrafterConfig, RunConfig
+from dflash_offline.drafter import Drafter, DrafterShape, planned_shape, rotary_frequencies
 from dflash_offline.errors import ConfigError, TargetError
 
 SHAPE = DrafterShape(
@@ -241,3 +244,36 @@ def test_a_drafter_built_on_a_meta_device_works_once_it_has_weights():
     empty.load_state_dict(filled.state_dict(), assign=True)
     hidden, table, tokens, blocks = example()
     assert torch.equal(empty(hidden, table[tokens], blocks), filled(hidden, table[tokens], blocks))
+
+
+def test_a_planned_shape_is_worked_out_once_for_what_it_follows_from(run_file, monkeypatch):
+    from dflash_offline import target
+
+    path = run_file(4)
+    config = RunConfig.load(path)
+    folder = Path(shutil.copytree(config.target.model, config.root_dir.parent / "target"))
+    path.write_text(path.read_text().replace(json.dumps(config.target.model), json.dumps(str(folder))))
+    worked_out, resolve = [], target.resolve_mask_token_id
+    monkeypatch.setattr(target, "resolve_mask_token_id", lambda *wanted: worked_out.append(wanted) or resolve(*wanted))
+
+    def planned() -> DrafterShape:
+        return planned_shape(RunConfig.load(path), folder)
+
+    first = planned()
+    assert not config.root_dir.exists() and planned() == first and len(worked_out) == 2, "no root is made to remember it in"
+    config.root_dir.mkdir()
+    assert planned() == planned() == first and planned().to_dict() == first.to_dict() and len(worked_out) == 3
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 500]}')  # names end tokens, which masks must not be
+    model = json.loads((folder / "config.json").read_text())
+    assert planned() == planned() == first and len(worked_out) == 4
+    (folder / "config.json").write_text(json.dumps(model | {"rms_norm_eps": 1e-3}))
+    assert planned() == planned() == replace(first, rms_norm_eps=1e-3) and len(worked_out) == 5
+    path.write_text(path.read_text().replace("block_size = 4", "block_size = 5"))
+    assert planned() == planned() == replace(first, rms_norm_eps=1e-3, block_size=5) and len(worked_out) == 6
+    for file in (config.root_dir / "cache" / "shapes").iterdir():
+        file.write_text("{")
+    assert planned().block_size == 5 and len(worked_out) == 7
+    path.write_text(path.read_text().replace("block_size = 5", "block_size = 5\nmask_token_id = 2"))
+    for _ in range(2):
+        with pytest.raises(TargetError, match="is an end token of the target"):
+            planned()

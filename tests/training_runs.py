@@ -17,6 +17,7 @@ from conftest import write_run_file
 from dflash_offline import identity, keys, store
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus, prepare
+from dflash_offline.drafter import planned_shape
 from dflash_offline.layout import Layout
 from dflash_offline.progress import Progress
 from dflash_offline.target import facts as target_facts
@@ -36,6 +37,8 @@ def make_inputs(
     store_section = {"codec": "lossless", "store_last_hidden": last_hidden}
     config = RunConfig.load(write_run_file(folder, model=model, files=[corpus_file], corpus=CORPUS, store=store_section))
     layout, key = Layout(config.root_dir), keys.corpus_key(config)
+    layout.root.mkdir(exist_ok=True)
+    planned_shape(config, model)  # as the corpus stage does, which so leaves it in the cache
     corpus = prepare(config, layout.corpus(key), key, Progress(None))
     path, layers = layout.store(keys.capture_key(config)), identity.capture_layer_ids(config)
     if last_hidden:
@@ -62,11 +65,11 @@ def make_inputs(
 
 
 def make_run(folder: Path, inputs: Path, *, model: Path, **sections: dict[str, Any]) -> Path:
-    """A run file in ``folder`` that shares corpus and store with ``inputs`` and has drafters of its own."""
+    """A run file in ``folder`` that shares corpus, store and cache with ``inputs`` and has drafters of its own."""
     run_file = write_run_file(folder, model=model, files=[inputs / "corpus.jsonl"], corpus=CORPUS, **sections)
     out = folder / "out"
     out.mkdir(exist_ok=True)
-    for name in ("corpora", "captures"):
+    for name in ("corpora", "captures", "cache"):
         if not (out / name).exists():
             (out / name).symlink_to(inputs / "out" / name)
     return run_file

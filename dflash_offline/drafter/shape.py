@@ -1,7 +1,9 @@
 """A drafter's shape: what fixes its tensors and its rotation, and how it follows from the target."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from dflash_offline.config import RunConfig
 from dflash_offline.errors import ConfigError, DFlashError, TargetError
+from dflash_offline.layout import Layout
+from dflash_offline.manifest import checksum, digest, read_json, write_json
 
 # Their angles depend on the length of the sequence in flight, which a slot of a packed micro-batch does not know.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -110,22 +114,65 @@ class DrafterShape:
 def planned_shape(config: RunConfig, target_folder: Path) -> DrafterShape:
     """The drafter that a run file asks for, mask token resolved.
 
+    What follows from the target is remembered under the run's ``cache``, by the content it follows from: the first stage
+    works it out with transformers and a tokenizer, whose imports alone take seconds, which every rank would wait for again.
+
     Raises:
         ConfigError: its sizes do not go together, or are not those of ``init_from``.
         ExportError: the drafter of ``init_from`` cannot be read.
         TargetError: the mask token cannot be used or none can be found; the rotary embedding cannot be carried over.
     """
-    from dflash_offline import identity
-    from dflash_offline.target import facts, resolve_mask_token_id
-
-    mask_token_id = resolve_mask_token_id(target_folder, config.drafter.mask_token_id)
-    known = facts(target_folder, config.target.trust_remote_code)
-    shape = DrafterShape.from_target(known, config.drafter, identity.drafter_layer_ids(config), mask_token_id)
+    path = _cached_at(config, target_folder)
+    shape = None if path is None else _read_cached(path)
+    if shape is None:
+        shape = _from_target_folder(config, target_folder)
+        if path is not None and config.root_dir.is_dir():  # `doctor` and `plan` make no root
+            with contextlib.suppress(OSError, DFlashError):  # only a cache: a full disk or a read-only root stops nothing
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, shape.to_dict(), durable=False)
     if config.drafter.init_from is not None:
         from dflash_offline.export.warm_start import start_tensors
 
         start_tensors(config, shape)  # what does not fit is said wherever a shape is planned: before anything is captured
     return shape
+
+
+def _from_target_folder(config: RunConfig, target_folder: Path) -> DrafterShape:
+    """The planned shape, worked out."""
+    from dflash_offline import identity
+    from dflash_offline.target import facts, resolve_mask_token_id
+
+    mask_token_id = resolve_mask_token_id(target_folder, config.drafter.mask_token_id)
+    known = facts(target_folder, config.target.trust_remote_code)
+    return DrafterShape.from_target(known, config.drafter, identity.drafter_layer_ids(config), mask_token_id)
+
+
+def _cached_at(config: RunConfig, target_folder: Path) -> Path | None:
+    """Where the planned shape is remembered: named by all that it follows from. None where that cannot be told."""
+    from dflash_offline import identity, keys
+
+    if config.target.trust_remote_code:  # the model's own code may say anything
+        return None
+    generation = Path(target_folder) / "generation_config.json"  # names end tokens
+    try:
+        content = [
+            keys.FORMAT,
+            {name: metadata.version(name) for name in ("dflash_offline", "transformers", "tokenizers")},
+            identity.target_identity(config),
+            identity.tokenizer_identity(config)["tokenizer"],
+            checksum(generation) if generation.is_file() else None,
+            config.drafter.model_dump(mode="json", exclude={"init_from"}),
+            identity.drafter_layer_ids(config),
+        ]
+    except (OSError, DFlashError, metadata.PackageNotFoundError):  # what is wrong is said by whoever works the shape out
+        return None
+    return Layout(config.root_dir).cache / "shapes" / f"{digest(content)}.json"
+
+
+def _read_cached(path: Path) -> DrafterShape | None:
+    with contextlib.suppress(OSError, DFlashError, TypeError, KeyError):  # not there, or damaged: it is worked out again
+        return DrafterShape.from_dict(read_json(path))
+    return None
 
 
 def check_drafters(config: RunConfig) -> None:

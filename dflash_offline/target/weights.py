@@ -124,13 +124,13 @@ def find_head(folder: Path) -> str | None:
 
 def is_tied(folder: Path) -> bool:
     """Whether the head is the embedding, as ``config.json`` says: the outer flag of a wrapper counts before the inner one."""
-    from transformers import AutoConfig
-
     raw = json.loads((Path(folder) / "config.json").read_bytes())
     for part in (raw, raw.get("text_config"), raw.get("llm_config")):
         if isinstance(part, dict) and isinstance(part.get("tie_word_embeddings"), bool):
             return part["tie_word_embeddings"]
     # transformers leaves a value out of config.json where it is the class's default
+    from transformers import AutoConfig  # late: it takes seconds, and most models say it
+
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:  # the class is not known here: what is not written down is not claimed
