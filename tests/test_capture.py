@@ -20,7 +20,7 @@ from conftest import write_run_file
 from safetensors.torch import load_file, save_file
 
 from dflash_offline import keys
-from dflash_offline.capture import Replica
+from dflash_offline.capture import Replica, job
 from dflash_offline.capture.__main__ import add_arguments, body
 from dflash_offline.capture.forward import Batch
 from dflash_offline.capture.job import Backlog
@@ -261,24 +261,24 @@ def test_row_that_is_not_finite_is_named_and_never_written(run: Callable[..., Ru
 def test_memory_that_runs_out_while_rows_leave_the_gpu_makes_batches_smaller(
     run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, hidden = run(24, store=SMALL_PARTS), Batch.hidden
+    made, hidden = run(24, store=SMALL_PARTS), job._hidden
 
-    def limited(batch: Batch, b: int) -> torch.Tensor:
+    def limited(batch: Batch, rows: range) -> torch.Tensor:
         if len(batch.lengths) > 1 and sum(batch.lengths) > 600:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return hidden(batch, b)
+        return hidden(batch, rows)
 
-    monkeypatch.setattr(Batch, "hidden", limited)
+    monkeypatch.setattr(job, "_hidden", limited)
     lines = made.capture()
     told = [line for line in lines if "out of memory while rows were taken off the GPU" in line]
     assert told and len(made.content()) == len(made.corpus)
     halved = [made.extra(part.name)["tokens_per_batch_halved_to"] for part in made.plan.parts]
     assert all(0 < limit <= 600 for limit in halved[-1].values())
 
-    def never(batch: Batch, b: int) -> torch.Tensor:
+    def never(batch: Batch, rows: range) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Batch, "hidden", never)
+    monkeypatch.setattr(job, "_hidden", never)
     made.begin_again()
     with pytest.raises(TargetError, match=r"no GPU memory is left to take a single row of \d+ tokens off it"):
         made.capture()

@@ -13,7 +13,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from dflash_offline.capture.forward import Batch, Forwarder
 from dflash_offline.errors import TargetError
 from dflash_offline.leases import Lease
 from dflash_offline.plan import PlannedPart
-from dflash_offline.store import PartWriter
+from dflash_offline.store import NewSample, PartWriter
 
 if TYPE_CHECKING:
     from dflash_offline.corpus import Corpus
@@ -163,15 +163,28 @@ class PartJob:
         if batch.ready is not None:
             batch.ready.wait(torch.cuda.current_stream())
         self.at = int(self._corpus.buckets[rows[0]]), batch.lengths
-        for b, index in enumerate(rows):
-            self._next += 1
-            if self._next <= self.writer.resume_sample:
-                continue
-            row = self._corpus.row(index)
-            check = functools.partial(self._check_values, index)
-            self.writer.append(index, row.sha256, row.bucket, row.input_ids, row.loss_mask, batch.hidden(b), check=check)
-            self.tokens += len(row.input_ids)
+        stored = max(0, min(len(rows), self.writer.resume_sample - self._next))
+        self._next += len(rows)
+        for group in self._groups(batch, range(stored, len(rows))):
+            samples = []
+            for index in rows[group.start : group.stop]:
+                row = self._corpus.row(index)
+                check = functools.partial(self._check_values, index)
+                samples.append(NewSample(index, row.sha256, row.bucket, row.input_ids, row.loss_mask, check))
+            self.writer.append_group(samples, _hidden(batch, group))
+            self.tokens += sum(batch.lengths[group.start : group.stop])
         batch.used_on(self._device)
+
+    def _groups(self, batch: Batch, wanted: range) -> Iterator[range]:
+        """Neighbours among the ``wanted`` rows of a batch that the writer takes in one go: as many as fit, one at least."""
+        start, tokens = wanted.start, 0
+        for b in wanted:
+            if b > start and tokens + batch.lengths[b] > self.writer.group_tokens:
+                yield range(start, b)
+                start, tokens = b, 0
+            tokens += batch.lengths[b]
+        if start < wanted.stop:
+            yield range(start, wanted.stop)
 
     def _check_values(self, index: int, rms: np.ndarray) -> None:
         """Every token's vector of every tap is finite and not all zero, judged by its norm: ``rms`` float32 ``[T, K]``."""
@@ -185,6 +198,16 @@ class PartJob:
             f"{self.lease.name}: the hidden state of token {token} after layer {self._layer_ids[tap]} is {what} in {where}; the row was "
             'not written. Check the target\'s weights, or compute with [target] dtype = "float32"'
         )
+
+
+def _hidden(batch: Batch, rows: range) -> torch.Tensor:
+    """Neighbouring rows of a batch, one after another: bf16 ``[T, K, H]``. Packed ones lie so already."""
+    begin, end = batch.starts[rows.start], batch.starts[rows.stop - 1] + batch.lengths[rows.stop - 1]
+    if end - begin == sum(batch.lengths[rows.start : rows.stop]):
+        taps = [tap[begin:end] for tap in batch.taps]
+    else:
+        taps = [torch.cat(pieces) for pieces in zip(*map(batch.row, rows), strict=True)]
+    return torch.stack(taps, dim=1).to(torch.bfloat16)
 
 
 def run_batches(

@@ -31,11 +31,12 @@ from dflash_offline.store.reader import HiddenStateStore, StoredSample, committe
 from dflash_offline.store.remote import Remote, mirror
 from dflash_offline.store.schema import check_identity, committed_parts
 from dflash_offline.store.verify import Problem, verify
-from dflash_offline.store.writer import PartWriter
+from dflash_offline.store.writer import NewSample, PartWriter
 
 __all__ = [
     "EncodedBatch",
     "HiddenStateStore",
+    "NewSample",
     "PartWriter",
     "Problem",
     "Remote",

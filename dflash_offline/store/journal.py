@@ -137,11 +137,12 @@ class Journal:
         self.spooled |= {name: end for name, (_, end, _) in entry["spooled"].items()}
 
     def append(
-        self, *, tokens: int, samples: int, files: dict[str, list[Any]], spools: dict[str, bytes], statistics: dict[str, Any]
+        self, *, tokens: int, samples: int, files: dict[str, list[Any]], spools: dict[str, np.ndarray], statistics: dict[str, Any]
     ) -> None:
-        """Note a finished shard whose ``files`` are already durable; ``spools`` are the bytes to add to each spool."""
+        """Note a finished shard whose ``files`` are already durable; ``spools`` are the rows to add to each spool."""
         spooled = {}
-        for name, content in spools.items():
+        for name, rows in spools.items():
+            content = rows.reshape(-1).view(np.uint8)
             with (self.folder / (name + SPOOL_SUFFIX)).open("ab") as file:
                 file.write(content)
                 file.flush()

@@ -30,7 +30,7 @@ from dflash_offline.errors import StoreError
 from dflash_offline.store import schema
 from dflash_offline.store.journal import SPOOL_SUFFIX, Journal, SpoolDamagedError
 from dflash_offline.store.read_back import read_back, refuse_foreign_files
-from dflash_offline.store.shard_writing import write_shard
+from dflash_offline.store.shard_writing import place_bytes, write_shard
 from dflash_offline.store.shards import array_metadata, small_array
 
 SAMPLE = np.dtype([("sample_id", "<i8"), ("sha256", "u1", 32), ("bucket", "<i2"), ("tokens", "<i8")])  # a row of the spool
@@ -60,24 +60,33 @@ class PartShape:
         return (self.shard_tokens if array.bulk else self.num_tokens + self.chunk_tokens - 1) // self.chunk_tokens
 
     def new_buffer(self, array: EncodedArray) -> np.ndarray:
-        """Memory for one shard: uint8 ``[C, K, chunk bytes]``. Not cleared: numpy's ``empty`` comes in huge pages, ``zeros`` does not."""
-        return np.empty((self.shard_chunks(array), self.num_taps, self.chunk_tokens * array.token_bytes), np.uint8)
+        """Memory for one shard: uint8 ``[C, K, place_bytes]``. Not cleared: numpy's ``empty`` comes in huge pages, ``zeros`` does not."""
+        return np.empty((self.shard_chunks(array), self.num_taps, place_bytes(self.chunk_tokens * array.token_bytes, array.zstd)), np.uint8)
+
+    def _tokens(self, buffer: np.ndarray, token_bytes: int) -> np.ndarray:
+        """The tokens in a shard's buffer: ``[C, K, tokens of a chunk, bytes of a token]``, a view."""
+        return buffer[..., : self.chunk_tokens * token_bytes].reshape(len(buffer), self.num_taps, self.chunk_tokens, token_bytes)
 
     def copy_rows(self, rows: np.ndarray, buffer: np.ndarray, first: int) -> None:
         """Put ``rows`` [K, t, W] into the chunks of a shard's buffer, from its token ``first`` on."""
-        size, done = self.chunk_tokens, 0
-        view, raw = buffer.reshape(len(buffer), self.num_taps, size, -1), rows.view(np.uint8)
-        while done < raw.shape[1]:
-            chunk, row = divmod(first + done, size)
-            count = min(raw.shape[1] - done, size - row)
-            view[chunk, :, row : row + count] = raw[:, done : done + count]
-            done += count
+        raw, size = rows.view(np.uint8), self.chunk_tokens
+        tokens, (chunk, row) = self._tokens(buffer, raw.shape[2]), divmod(first, size)
+        if row:  # the end of a chunk, then whole ones, then the beginning of one
+            count = min(raw.shape[1], size - row)
+            tokens[chunk, :, row : row + count] = raw[:, :count]
+            raw, chunk = raw[:, count:], chunk + 1
+        whole, left = divmod(raw.shape[1], size)
+        if whole:
+            chunks = raw[:, : whole * size].reshape(self.num_taps, whole, size, -1)
+            tokens[chunk : chunk + whole] = chunks.swapaxes(0, 1)
+        if left:
+            tokens[chunk + whole, :, :left] = raw[:, whole * size :]
 
-    def clear_tail(self, buffer: np.ndarray, tokens: int) -> int:
+    def clear_tail(self, array: EncodedArray, buffer: np.ndarray, tokens: int) -> int:
         """Zero what lies behind the last token of the last chunk in use; returns the number of chunks in use."""
         chunks = -(-tokens // self.chunk_tokens)
         if tail := chunks * self.chunk_tokens - tokens:
-            buffer.reshape(len(buffer), self.num_taps, self.chunk_tokens, -1)[chunks - 1, :, -tail:] = 0
+            self._tokens(buffer, array.token_bytes)[chunks - 1, :, -tail:] = 0
         return chunks
 
 
@@ -144,7 +153,7 @@ def write_small_arrays(
             if not array.bulk:
                 rows, chunks = journal.spool(array.name, array.dtype, (shape.num_taps, array.width)), shape.new_buffer(array)
                 shape.copy_rows(rows.swapaxes(0, 1), chunks, 0)
-                shape.clear_tail(chunks, len(rows))
+                shape.clear_tail(array, chunks, len(rows))
                 name = f"{array.name}/c/0/0/0"
                 written[name] = list(write_shard(folder / name, chunks, shard_chunks=len(chunks), zstd=array.zstd, executor=executor))
     except SpoolDamagedError as damage:

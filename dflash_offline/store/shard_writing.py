@@ -1,6 +1,10 @@
 """Writes one shard file, from the buffer that collected it. What lies in it: see ``shards``.
 
-K taps, C token chunks of a shard.
+K taps, C token chunks of a shard, n chunks of a group.
+
+Chunks of a small model are some tens of KB, and every step out of the interpreter and back in, be it for microseconds,
+makes the thread that feeds the GPU wait for the interpreter's lock. So each step is done for a group of chunks at once, and
+chunks that are not compressed lie in the buffer as in the file, each followed by its check.
 """
 
 import os
@@ -17,19 +21,55 @@ import zstandard
 from crc32c import crc32c as crc32c_number  # lets other threads run meanwhile; the library zarr uses keeps the interpreter's lock
 
 ABSENT = 2**64 - 1  # offset and size of a chunk that does not exist
+CHECK_BYTES = 4  # crc32c behind each chunk
 _thread = threading.local()  # a compressor of each thread
-_WINDOW = 64  # most chunks of a group
 _GROUP_BYTES = 4 << 20  # of a group, before compression
 _GROUPS_AHEAD = 8  # groups encoded ahead of the one being written, so that a shard is never held twice
+_BRIEF_BYTES = 128 << 10  # to check fewer takes less time than giving the interpreter's lock away and getting it back
+_KEEP_LOCK, _LEND_LOCK = 0, -1  # of the library: the latter from 32 KB on
+
+_Group = tuple[Any, list[int]]  # chunks with their checks as they lie in the file, a buffer; bytes of each
 
 
 def crc32c(data: Any) -> bytes:
-    return crc32c_number(data).to_bytes(4, "little")
+    return crc32c_number(data).to_bytes(CHECK_BYTES, "little")
 
 
-def _compress(level: int | None, chunk: np.ndarray) -> tuple[Any, bytes]:
-    data = chunk if level is None else np.frombuffer(_compressor(level).compress(chunk), np.uint8)
-    return data, crc32c(data)
+def place_bytes(chunk_bytes: int, zstd: int | None) -> int:
+    """Bytes of a chunk's place in the buffer of a shard: with its check, unless it is compressed on the way to the file."""
+    return chunk_bytes + (CHECK_BYTES if zstd is None else 0)
+
+
+def _check_in_place(chunks: np.ndarray) -> _Group:
+    """uint8 ``[n, chunk bytes + 4]``: fills in the checks."""
+    mode = _KEEP_LOCK if chunks.shape[1] < _BRIEF_BYTES else _LEND_LOCK
+    checks = [crc32c_number(chunk, 0, mode) for chunk in chunks[:, :-CHECK_BYTES]]
+    chunks[:, -CHECK_BYTES:] = np.array(checks, "<u4").view(np.uint8).reshape(-1, CHECK_BYTES)
+    return chunks.reshape(-1), [chunks.shape[1]] * len(chunks)
+
+
+def _compress(level: int, chunks: np.ndarray) -> _Group:
+    """uint8 ``[n, chunk bytes]``."""
+    frames = _frames(_compressor(level), chunks)
+    sizes = [len(frame) + CHECK_BYTES for frame in frames]
+    memory, end = np.empty(sum(sizes), np.uint8), 0
+    memory.fill(0)  # fresh pages are made here, where other threads may run
+    content = memoryview(memory)
+    for frame, size in zip(frames, sizes, strict=True):
+        check = crc32c_number(frame, 0, _KEEP_LOCK if size < _BRIEF_BYTES else _LEND_LOCK)
+        begin, end = end, end + size
+        content[begin : end - CHECK_BYTES] = frame
+        content[end - CHECK_BYTES : end] = check.to_bytes(CHECK_BYTES, "little")
+    return content, sizes
+
+
+def _frames(compressor: zstandard.ZstdCompressor, chunks: np.ndarray) -> Any:
+    """The chunks compressed one by one, in one call where the library has it (with its C backend)."""
+    if not hasattr(compressor, "multi_compress_to_buffer"):
+        return [compressor.compress(chunk) for chunk in chunks]
+    number, size = chunks.shape
+    segments = np.stack([np.arange(number) * size, np.full(number, size)], 1).astype("=u8")
+    return compressor.multi_compress_to_buffer(zstandard.BufferWithSegments(chunks.reshape(-1), segments.reshape(-1).view(np.uint8)))
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:
@@ -46,41 +86,31 @@ def _compressor(level: int) -> zstandard.ZstdCompressor:
     return held[1]
 
 
-def _groups(chunks: np.ndarray, level: int | None, executor: Executor | None) -> Iterator[list[tuple[Any, bytes]]]:
-    """Encoded chunks and their checks, in order, a group at a time; with an executor the next groups are made meanwhile.
-
-    Groups, because each hand-over between threads takes the interpreter's lock, which the thread that feeds the GPU needs.
-    """
+def _groups(chunks: np.ndarray, level: int | None, executor: Executor | None) -> Iterator[_Group]:
+    """Encoded chunks and their checks, in order, a group at a time; with an executor the next groups are made meanwhile."""
     flat = chunks.reshape(-1, chunks.shape[-1])
-    size = max(1, min(_WINDOW, _GROUP_BYTES // flat.shape[-1]))
+    size = max(1, _GROUP_BYTES // flat.shape[-1])
     groups = (flat[start : start + size] for start in range(0, len(flat), size))
-
-    def encode(group: np.ndarray) -> list[tuple[Any, bytes]]:
-        return [_compress(level, chunk) for chunk in group]
-
-    if executor is None or level is None:  # a check alone is not worth a hand-over
-        yield from map(encode, groups)
+    if level is None:  # a check alone is not worth a hand-over
+        yield from map(_check_in_place, groups)
         return
-    waiting: deque[Future[list[tuple[Any, bytes]]]] = deque()
+    if executor is None:
+        yield from (_compress(level, group) for group in groups)
+        return
+    waiting: deque[Future[_Group]] = deque()
     for group in groups:
-        waiting.append(executor.submit(encode, group))
+        waiting.append(executor.submit(_compress, level, group))
         if len(waiting) > _GROUPS_AHEAD:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
 
 
-def _write_all(descriptor: int, pieces: list[Any]) -> None:
-    """``pieces`` (buffers of bytes) to a file, one after another."""
-    written = os.writev(descriptor, pieces)
-    for piece in pieces:
-        view = memoryview(piece).cast("B")
-        if written >= len(view):
-            written -= len(view)
-            continue
-        view, written = view[written:], 0
-        while len(view):  # a raw write may be short
-            view = view[os.write(descriptor, view) :]
+def _write_all(descriptor: int, content: Any) -> None:
+    """A buffer of bytes to a file; a raw write may be short."""
+    view = memoryview(content)
+    while len(view):
+        view = view[os.write(descriptor, view) :]
 
 
 def write_shard(
@@ -90,30 +120,28 @@ def write_shard(
 
     Args:
         path: the shard's file; its folder is made.
-        chunks: uint8 ``[c, K, chunk_bytes]``, the chunks that exist, in order; c may be below ``shard_chunks`` in the last shard.
+        chunks: uint8 ``[c, K, place_bytes]``, contiguous, the chunks that exist, in order; c may be below ``shard_chunks`` in the
+            last shard. Checks are filled in.
         shard_chunks: C, token chunks of a whole shard.
         zstd: compression level, or None.
-        executor: encodes chunks in parallel.
+        executor: compresses groups of chunks in parallel.
 
     Returns:
         Size in bytes, xxh3-128 of the bytes written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    sizes, hashed = list[int](), xxhash.xxh3_128()
     index = np.full((shard_chunks, chunks.shape[1], 2), np.uint64(ABSENT), "<u8")
-    filled, hashed, offset, done = index.reshape(-1, 2), xxhash.xxh3_128(), 0, 0
     with path.open("wb", buffering=0) as file:
-        for group in _groups(chunks, zstd, executor):
-            pieces = [buffer for pair in group for buffer in pair]
-            for buffer in pieces:
-                hashed.update(buffer)
-            _write_all(file.fileno(), pieces)
-            for data, check in group:
-                size = memoryview(data).nbytes + len(check)
-                filled[done] = offset, size
-                offset, done = offset + size, done + 1
+        for content, group_sizes in _groups(chunks, zstd, executor):
+            hashed.update(content)
+            _write_all(file.fileno(), content)
+            sizes += group_sizes
+        ends = np.cumsum(sizes)
+        index.reshape(-1, 2)[: len(sizes)] = np.stack([ends - sizes, sizes], 1)
         table = index.tobytes()
         table += crc32c(table)
         hashed.update(table)
-        _write_all(file.fileno(), [table])
+        _write_all(file.fileno(), table)
         os.fsync(file.fileno())
-    return offset + len(table), hashed.hexdigest()
+    return int(ends[-1]) + len(table), hashed.hexdigest()

@@ -24,7 +24,7 @@ from dflash_offline.errors import StoreDamagedError, StoreError
 from dflash_offline.store.shard_writing import ABSENT, crc32c, crc32c_number
 
 ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
-_READ_BYTES = 2 << 20  # most bytes in one read, unless a row of chunks has more: they stay in a core's own cache until they are copied
+_READ_BYTES = 4 << 20  # most bytes in one read, unless a row of chunks has more; they are in a cache until they are copied
 _SPAN_BYTES = 8 << 20  # read by one thread at a time
 _thread = threading.local()  # scratch memory of each thread
 

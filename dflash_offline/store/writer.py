@@ -2,7 +2,7 @@
 
 T tokens, K taps, H hidden size.
 
-1. ``append`` encodes each sample where it lies (``staging``) and collects the codes in the buffer of the current shard.
+1. ``append`` encodes samples where they lie (``staging``) and collects the codes in the buffer of the current shard.
 2. A full shard is written by a thread, synced, and noted in the journal (``journal``); the next one fills meanwhile,
    so at most two are in memory; three with more ``threads`` than one, when two are written at the same time.
 3. ``commit`` writes the small arrays, reads every file back, writes the manifest (``part_files``), lists the part in the store's index and
@@ -15,8 +15,9 @@ import contextlib
 import fcntl
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,51 @@ from dflash_offline.store.values import Norms, check_values
 
 _SMALL_FILES_BYTES = 1 << 16  # on the disk, of a part's metadata and manifest
 _STAGED = 16  # pieces of samples from a GPU that may wait to be placed; their slots bound them first
+
+
+@dataclass(frozen=True)
+class NewSample:
+    """What is known of a sample beside its hidden states.
+
+    Attributes:
+        sample_id: its row in the corpus.
+        sha256: digest of its ids and mask, 32 bytes; the name the row goes by.
+        input_ids, loss_mask: ``[T]``, tensors or arrays.
+        check: called if a vector is not finite or all zero, with the root mean square of each, float32 ``[T, K]``, before
+            anything of the sample is placed; what it raises stops the part.
+    """
+
+    sample_id: int
+    sha256: bytes
+    bucket: int
+    input_ids: Any
+    loss_mask: Any
+    check: Callable[[np.ndarray], None] | None = None
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Samples that are encoded together: what is stored of them beside their hidden states."""
+
+    ids: np.ndarray  # int32 [T], one sample after another
+    mask: np.ndarray  # uint8 [T]
+    records: np.ndarray  # SAMPLE [n]
+    ends: np.ndarray  # int64 [n], where each sample ends along T
+    checks: list[Callable[[np.ndarray], None] | None]
+
+
+@dataclass
+class _Shard:
+    """Memory that one shard fills, and a later one again once it is written.
+
+    All of it is there from the beginning: rows kept one by one until the shard is full would lie scattered between the
+    temporary megabytes of encoding, which glibc then can neither use again as a whole nor give back (several shards of them).
+    """
+
+    buffers: list[np.ndarray]  # of the bulk arrays: ``PartShape.new_buffer``
+    rows: dict[str, np.ndarray]  # of the arrays that are spooled, one a token
+    samples: np.ndarray  # SAMPLE, those that end in the shard
+    num_samples: int = 0
 
 
 class PartWriter:
@@ -142,12 +188,11 @@ class PartWriter:
         self.resume_sample = self._appended = self._samples = len(samples)
         self._position = self._handed_over = self.journal.tokens  # tokens placed; tokens in shards that are written or being written
         self._skip = self.journal.tokens - int(samples["tokens"].sum())
-        self._buffers: list[np.ndarray] | None = self._new_buffers()
-        self._rows: dict[str, list[bytes]] = {name: [] for name in ("samples", *schema.TOKEN_ARRAYS, *(a.name for a in self.small))}
+        self._shard: _Shard | None = self._new_shard()
         self._norms = Norms(self.shape.num_taps, self.journal.statistics)
         self._stager = Stager(self.codec)
         self._staged: deque[Future] = deque()
-        self._written: deque[tuple[Future, list[np.ndarray]]] = deque()  # shards being written, and the memory they lie in
+        self._written: deque[tuple[Future, _Shard]] = deque()  # shards being written
         self._failed = False
 
     def _take_manifest(self) -> None:
@@ -176,10 +221,19 @@ class PartWriter:
             "shape": vars(self.shape),
         }
 
-    def _new_buffers(self) -> list[np.ndarray]:
-        return [self.shape.new_buffer(array) for array in self.bulk]
+    def _new_shard(self) -> _Shard:
+        tokens, small = self.shape.shard_tokens, {array.name: (self.shape.num_taps, array.token_bytes) for array in self.small}
+        rows = {name: np.empty((tokens, *row), np.uint8) for name, row in small.items()}
+        rows |= {name: np.empty(tokens, dtype) for name, dtype in schema.TOKEN_ARRAYS.items()}
+        samples = np.empty(min(tokens, self.shape.num_samples), SAMPLE)
+        return _Shard([self.shape.new_buffer(array) for array in self.bulk], rows, samples)
 
     # -- samples in ------------------------------------------------------------------------------------------------
+
+    @property
+    def group_tokens(self) -> int:
+        """Tokens that ``append_group`` takes in one go: what one piece on its way from a GPU holds."""
+        return self._stager.piece_tokens
 
     def append(
         self,
@@ -192,86 +246,98 @@ class PartWriter:
         *,
         check: Callable[[np.ndarray], None] | None = None,
     ) -> None:
-        """Add the next sample. From a GPU this returns before the sample is placed, and a fault shows in a later call.
+        """Add the next sample, of any length: ``append_group`` of one."""
+        self.append_group([NewSample(sample_id, sha256, bucket, input_ids, loss_mask, check)], hidden)
+
+    def append_group(self, samples: Sequence[NewSample], hidden: torch.Tensor) -> None:
+        """Add the next samples. From a GPU this returns before they are placed, and a fault shows in a later call.
+
+        Short samples are better added many at a time: what a sample costs beside its bytes holds up the thread that feeds the GPU.
 
         Args:
-            sample_id: its row in the corpus.
-            sha256: digest of its ids and mask, 32 bytes; the name the row goes by.
-            input_ids, loss_mask: ``[T]``, tensors or arrays.
-            hidden: bf16 ``[T, K, H]`` on the CPU or a GPU.
-            check: called with the root mean square of each vector, float32 ``[T, K]``, before anything of the sample is
-                placed; what it raises stops the part.
+            samples: several only if they have ``group_tokens`` together at most.
+            hidden: bf16 ``[T, K, H]`` on the CPU or a GPU, one sample after another.
 
         Raises:
-            StoreError: a value is not finite, or a tap is zero throughout; nothing of the sample is written.
+            StoreError: a value is not finite, or a tap is zero throughout; nothing of that sample is written.
             StoreFullError: the disk is full.
         """
-        ids, mask = np.asarray(input_ids, np.int32), np.asarray(loss_mask, np.uint8)
-        expected = (len(ids), self.shape.num_taps, self.shape.hidden_size)
+        group = self._group(samples)
+        expected = (len(group.ids), self.shape.num_taps, self.shape.hidden_size)
         assert hidden.dtype == torch.bfloat16 and hidden.shape == expected, (hidden.dtype, hidden.shape, expected)
-        assert len(ids) == len(mask) > 0 and len(sha256) == 32 and self._appended < self.shape.num_samples, (sample_id, len(ids), len(mask))
+        assert len(samples) == 1 or len(group.ids) <= self.group_tokens, (len(samples), len(group.ids), self.group_tokens)
         skip, self._skip = self._skip, 0
-        assert skip < len(ids), f"sample {sample_id} is shorter than what is stored of it; the plan has changed"
-        record = np.zeros((), SAMPLE)
-        record["sample_id"], record["sha256"], record["bucket"], record["tokens"] = (
-            sample_id,
-            np.frombuffer(sha256, np.uint8),
-            bucket,
-            len(ids),
-        )
-        self._appended += 1
-        ids, mask = ids[skip:], mask[skip:]
+        assert skip < group.ends[0], f"sample {samples[0].sample_id} is shorter than what is stored of it; the plan has changed"
+        self._appended += len(samples)
+        if skip:
+            group = _Group(group.ids[skip:], group.mask[skip:], group.records, group.ends - skip, group.checks)
         for piece in self._stager.pieces(hidden[skip:]):
             if not hidden.is_cuda:
-                self._place(piece, ids, mask, record, check)
+                self._place(piece, group)
                 continue
-            self._staged.append(self._placer.submit(self._place, piece, ids, mask, record, check))
+            self._staged.append(self._placer.submit(self._place, piece, group))
             while self._staged and (len(self._staged) > _STAGED or self._staged[0].done()):
                 self._staged.popleft().result()
 
-    def _place(
-        self, piece: Piece, ids: np.ndarray, mask: np.ndarray, record: np.ndarray, check: Callable[[np.ndarray], None] | None
-    ) -> None:
-        """Place one piece of a sample; the sample's values are checked before its first."""
+    def _group(self, samples: Sequence[NewSample]) -> _Group:
+        ids = [np.ascontiguousarray(sample.input_ids, np.int32) for sample in samples]
+        mask = [np.ascontiguousarray(sample.loss_mask, np.uint8) for sample in samples]
+        for sample, own_ids, own_mask in zip(samples, ids, mask, strict=True):
+            assert len(own_ids) == len(own_mask) > 0 and len(sample.sha256) == 32, (sample.sample_id, len(own_ids), len(own_mask))
+        assert 0 < len(samples) <= self.shape.num_samples - self._appended, (len(samples), self._appended, self.shape.num_samples)
+        records = np.empty(len(samples), SAMPLE)
+        records["sample_id"], records["bucket"] = [sample.sample_id for sample in samples], [sample.bucket for sample in samples]
+        records["sha256"] = np.frombuffer(b"".join(sample.sha256 for sample in samples), np.uint8).reshape(-1, 32)
+        records["tokens"] = [len(own_ids) for own_ids in ids]
+        joined = [np.frombuffer(b"".join(arrays), arrays[0].dtype) for arrays in (ids, mask)]  # numpy gives the lock away for each array
+        return _Group(*joined, records, np.cumsum(records["tokens"]), [sample.check for sample in samples])
+
+    def _place(self, piece: Piece, group: _Group) -> None:
+        """Place one piece of a group; each sample's values are checked before anything of it is placed."""
         try:
             if self._failed:  # a sample before this one was refused; placing this one would shift the rows
                 return
             with self._explained():
                 arrays, rms = piece.wait()
-                if piece.start == 0:
-                    if check is not None:
-                        check(rms)
-                    check_values(int(record["sample_id"]), rms)
-                span = slice(piece.start, piece.stop)
-                self._place_rows(ids[span], mask[span], arrays, rms[span], record if piece.stop == len(ids) else None)
+                if piece.start == 0 and not (rms.min() > 0 and np.isfinite(rms.max())):  # neither holds if one is NaN
+                    first = 0
+                    for sample, stop in enumerate(group.ends.tolist()):
+                        try:
+                            if (check := group.checks[sample]) is not None:
+                                check(rms[first:stop])
+                            check_values(int(group.records["sample_id"][sample]), rms[first:stop])
+                        except BaseException:
+                            self._place_rows(group, 0, first, arrays, rms)  # those before it; several samples are one piece
+                            raise
+                        first = stop
+                self._place_rows(group, piece.start, piece.stop, arrays, rms)
         except BaseException:
             self._failed = True
             raise
         finally:
             piece.release()
 
-    def _place_rows(
-        self, ids: np.ndarray, mask: np.ndarray, arrays: dict[str, np.ndarray], rms: np.ndarray, record: np.ndarray | None
-    ) -> None:
-        """Tokens into the shard; ``record`` with the last ones of a sample."""
-        shard_tokens, done = self.shape.shard_tokens, 0
-        assert self._position + len(ids) <= self.shape.num_tokens, "more tokens than the plan has"
-        while done < len(ids):
-            first = self._position % shard_tokens
-            count = min(len(ids) - done, shard_tokens - first)
-            piece = slice(done, done + count)
-            for array, buffer in zip(self.bulk, self._buffers, strict=True):
-                self.shape.copy_rows(arrays[array.name][:, piece], buffer, first)
+    def _place_rows(self, group: _Group, start: int, stop: int, arrays: dict[str, np.ndarray], rms: np.ndarray) -> None:
+        """Tokens ``[start, stop)`` of a group, at which ``arrays`` begin, into the shard, and the samples that end among them."""
+        shard_tokens, done = self.shape.shard_tokens, start
+        assert self._position + stop - start <= self.shape.num_tokens, "more tokens than the plan has"
+        while done < stop:
+            shard, first = self._shard, self._position % shard_tokens
+            count = min(stop - done, shard_tokens - first)
+            tokens, placed = slice(done, done + count), slice(done - start, done - start + count)
+            for array, buffer in zip(self.bulk, shard.buffers, strict=True):
+                self.shape.copy_rows(arrays[array.name][:, placed], buffer, first)
+            rows = slice(first, first + count)
             for array in self.small:
-                self._rows[array.name].append(arrays[array.name][:, piece].swapaxes(0, 1).tobytes())
-            self._rows["input_ids"].append(ids[piece].tobytes())
-            self._rows["loss_mask"].append(mask[piece].tobytes())
-            self._norms.add(rms[piece])
+                shard.rows[array.name][rows] = arrays[array.name][:, placed].view(np.uint8).swapaxes(0, 1)
+            shard.rows["input_ids"][rows], shard.rows["loss_mask"][rows] = group.ids[tokens], group.mask[tokens]
+            self._norms.add(rms[tokens])
+            ended = group.records[slice(*np.searchsorted(group.ends, (done, done + count), side="right").tolist())]
+            shard.samples[shard.num_samples : shard.num_samples + len(ended)] = ended
+            shard.num_samples += len(ended)
+            self._samples += len(ended)
             done += count
             self._position += count
-            if done == len(ids) and record is not None:
-                self._rows["samples"].append(record.tobytes())
-                self._samples += 1
             if self._position % shard_tokens == 0:
                 self._finish_shard()
 
@@ -280,19 +346,21 @@ class PartWriter:
     def _finish_shard(self) -> None:
         """Hand the current shard to a writing thread and go on with other buffers."""
         spare = self._wait_for_shards(leave=self._shards_at_once - 1)
-        rows = {name: b"".join(pieces) for name, pieces in self._rows.items()}
-        noted = {"tokens": self._position, "samples": self._samples, "spools": rows, "statistics": self._norms.state()}
+        shard, number = self._shard, self._handed_over // self.shape.shard_tokens
+        spools = {"samples": shard.samples[: shard.num_samples]}
+        spools |= {name: rows[: self._position - self._handed_over] for name, rows in shard.rows.items()}
+        noted = {"tokens": self._position, "samples": self._samples, "spools": spools, "statistics": self._norms.state()}
         self._handed_over = self._position
-        shard = (self._position - 1) // self.shape.shard_tokens
         before = self._written[-1][0] if self._written else None
-        self._written.append((self._writer.submit(self._write_shard, shard, self._buffers, noted, before), self._buffers))
-        self._buffers = (spare or self._new_buffers()) if self._position < self.shape.num_tokens else None
-        self._rows = {name: [] for name in self._rows}
+        self._written.append((self._writer.submit(self._write_shard, number, shard.buffers, noted, before), shard))
+        self._shard = (spare or self._new_shard()) if self._position < self.shape.num_tokens else None
+        if self._shard is not None:
+            self._shard.num_samples = 0
 
     def _write_shard(self, shard: int, buffers: list[np.ndarray], noted: dict[str, Any], before: Future | None) -> None:
         tokens, files = noted["tokens"] - shard * self.shape.shard_tokens, {}
         for array, buffer in zip(self.bulk, buffers, strict=True):
-            chunks = self.shape.clear_tail(buffer, tokens)  # rows of an earlier shard must not show behind the last token
+            chunks = self.shape.clear_tail(array, buffer, tokens)  # rows of an earlier shard must not show behind the last token
             path = self.partial / array.name / "c" / str(shard) / "0" / "0"
             written = write_shard(path, buffer[:chunks], shard_chunks=len(buffer), zstd=array.zstd, executor=self._compressor)
             for folder in (path.parent, path.parent.parent, path.parent.parent.parent):
@@ -308,7 +376,7 @@ class PartWriter:
             for file in files:
                 self._uploads[file] = self._uploader.submit(self.remote.upload, self.name, self.partial, file)
 
-    def _wait_for_shards(self, *, leave: int) -> list[np.ndarray] | None:
+    def _wait_for_shards(self, *, leave: int) -> _Shard | None:
         """Until at most so many are being written; the memory of one that is done."""
         spare = None
         while len(self._written) > leave:
@@ -341,7 +409,7 @@ class PartWriter:
             if self._position > self._handed_over:
                 self._finish_shard()
             self._wait_for_shards(leave=0)
-            self._buffers = None
+            self._shard = None
             write_part_manifest(
                 self.partial,
                 self.journal,
