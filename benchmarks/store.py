@@ -282,7 +282,7 @@ def files_section(real: list[torch.Tensor], gigabytes: float, folder: Path, seco
     samples = list(made_samples(real, gigabytes))
     statistics = ChannelStatistics.from_rows([samples[0][:512]])
     here, result = placed(samples), {}
-    counts = {"torch.save+gzip": max(8, int(len(samples) * GZIP_GIGABYTES / gigabytes))}
+    counts = {"torch.save+gzip": max(4, int(len(samples) * GZIP_GIGABYTES / gigabytes))}
     ways: dict[str, Callable[[Path], None]] = {
         "torch.save": lambda path: torch_save(path, samples, zipped=False),
         "torch.save+gzip": lambda path: torch_save(path, samples[: counts["torch.save+gzip"]], zipped=True),
