@@ -5,6 +5,7 @@ Reading order::
     schema         names, attributes, index
     shard_writing  one Zarr shard file, written straight
     shards         Zarr arrays: metadata, small ones, shards read straight
+    shard_chunks   chunks of a shard on their way from the file to where they are wanted
     objects        an object store, by URL
     cache          blocks of its files, kept here
     remote         a store in an object store and its local folder

@@ -15,18 +15,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import zstandard
 
 from dflash_offline.errors import StoreDamagedError, StoreError
-from dflash_offline.store.shard_writing import ABSENT, crc32c, crc32c_number
+from dflash_offline.store.shard_chunks import Chunks, Run, ShardFile, decompressed, scratch
+from dflash_offline.store.shard_writing import crc32c, crc32c_number
 
 ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
-_READ_BYTES = 4 << 20  # most bytes in one read, unless a row of chunks has more; they are in a cache until they are copied
 _SPAN_BYTES = 8 << 20  # read by one thread at a time
-_thread = threading.local()  # scratch memory of each thread
+_KEEP_LOCK = 0  # of the checksum library: passing the interpreter's lock on would take longer than a compressed chunk's check
 
 
 def array_metadata(
@@ -129,15 +129,6 @@ def read_small(folder: Path) -> np.ndarray:
     return np.frombuffer(raw, meta.dtype, int(np.prod(meta.shape))).reshape(meta.shape)
 
 
-class ShardFile(Protocol):
-    """A shard file opened for reading; ``str`` of it is its name in messages."""
-
-    size: int
-
-    def preadv(self, buffers: Sequence[Any], offset: int) -> int:
-        """Fill the buffers, one after another, from byte ``offset`` on; returns how many bytes were there."""
-
-
 class _LocalShard:
     def __init__(self, path: Path):
         self._path, self._descriptor = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -223,7 +214,10 @@ class ShardedArray:
                 base = shard * self.shard_tokens
                 begin, end = (start - base) // size, -(-(stop - base) // size)
                 wanted = self._index(shard, file)[begin:end, list(taps)]
-                chunks = _Chunks(self, file, taps, base + begin * size, start, stop, wanted, out)
+                chunks = Chunks(
+                    file, taps, base + begin * size, start, stop, wanted, out,
+                    chunk_tokens=size, chunk_bytes=self.chunk_bytes, zstd=self.meta.zstd,
+                )  # fmt: skip
                 return sum(self._read_run(chunks, run) for run in chunks.runs())
         except FileNotFoundError:
             raise StoreDamagedError(
@@ -235,29 +229,21 @@ class ShardedArray:
                 "If the disk is sound, `dflash-offline verify` says what else is damaged"
             ) from None
 
-    def _read_run(self, chunks: "_Chunks", run: "_Run") -> int:
+    def _read_run(self, chunks: Chunks, run: Run) -> int:
         """Read, check and copy chunks that lie side by side: few calls for all of them, since each lets go of the interpreter's lock."""
-        offset, length = chunks.extent(run)
-        held = _buffer(length)
-        if chunks.file.preadv([held], offset) != length:
-            raise StoreDamagedError(f"{chunks.file}: cut short before the end of {chunks.name(run.rows.stop - 1, run.taps.stop - 1)}")
-        chunks.put(run, (self._decompressed if self.meta.zstd else self._checked)(chunks, run, held))
-        return length
+        held = scratch(run.length)
+        if chunks.file.preadv([held], run.offset) != run.length:
+            raise StoreDamagedError(f"{chunks.file}: cut short before the end of {chunks.name(run, run.rows * run.taps - 1)}")
+        (self._put_compressed if self.meta.zstd else self._put_raw)(chunks, run, held)
+        return run.length
 
-    def _checked(self, chunks: "_Chunks", run: "_Run", held: np.ndarray) -> np.ndarray:
-        """Chunks as they lie in the file, uint8 ``[rows, taps, chunk bytes]``, checked in one go."""
-        size = self.chunk_bytes + 4
-        sizes = chunks.sizes[run.rows, run.taps]
-        if (sizes != size).any():
-            row, tap = np.argwhere(sizes != size)[0].tolist()
-            what = f"the chunk of {chunks.name(run.rows.start + row, run.taps.start + tap)} has {sizes[row, tap]} bytes, not {size}"
-            raise StoreDamagedError(f"{chunks.file}: {what}")
-        pieces = held.reshape(*sizes.shape, size)
-        if crc32c_number(held) != self._checksum_of(sizes.size):
-            for row, tap in np.ndindex(sizes.shape):
-                if crc32c(pieces[row, tap, :-4]) != pieces[row, tap, -4:].tobytes():
-                    raise chunks.damaged(run.rows.start + row, run.taps.start + tap)
-        return pieces[..., :-4]
+    def _put_raw(self, chunks: Chunks, run: Run, held: np.ndarray) -> None:
+        pieces = held.reshape(-1, self.chunk_bytes + 4)
+        if crc32c_number(held) != self._checksum_of(len(pieces)):
+            for number, piece in enumerate(pieces):
+                if crc32c(piece[:-4]) != piece[-4:].tobytes():
+                    raise chunks.damaged(run, number)
+        chunks.put(run, 0, pieces[:, :-4])
 
     def _checksum_of(self, count: int) -> int:
         """crc32c of so many chunks side by side, each with its own behind it: where those are right, it depends on their length alone."""
@@ -270,129 +256,20 @@ class ShardedArray:
                     known.append(crc32c_number(chunk, known[-1]))
         return known[count]
 
-    def _decompressed(self, chunks: "_Chunks", run: "_Run", held: np.ndarray) -> np.ndarray:
-        """Chunks uint8 ``[rows, taps, chunk bytes]``."""
-        sizes = chunks.sizes[run.rows, run.taps].astype(np.int64)
-        ends = np.cumsum(sizes.reshape(-1))
-        frames = np.stack([ends - sizes.reshape(-1), sizes.reshape(-1) - 4], 1)
-        for i, (first, size) in enumerate(frames.tolist()):
-            # holding the interpreter's lock: passing it on would take longer than this
-            if crc32c_number(held[first : first + size], 0, 0).to_bytes(4, "little") != held[first + size : first + size + 4].tobytes():
-                raise chunks.damaged(run.rows.start + i // sizes.shape[1], run.taps.start + i % sizes.shape[1])
-        wanted = np.full(len(frames), self.chunk_bytes, "<u8").tobytes()
+    def _put_compressed(self, chunks: Chunks, run: Run, held: np.ndarray) -> None:
+        frames, begin, content = [], 0, held.data
+        for number, size in enumerate(chunks.sizes[run.row : run.row + run.rows, run.tap : run.tap + run.taps].reshape(-1).tolist()):
+            end = begin + size - 4
+            check = int.from_bytes(content[end : end + 4], "little")
+            if crc32c_number(content[begin:end], 0, _KEEP_LOCK) != check:
+                raise chunks.damaged(run, number)
+            frames += begin, size - 4
+            begin = end + 4
+        number = 0
         try:
-            found = _decompressor().multi_decompress_to_buffer(
-                zstandard.BufferWithSegments(held.data, frames.astype("<u8").tobytes()), decompressed_sizes=wanted, threads=1
-            )
+            for group in decompressed(content, frames, self.chunk_bytes):
+                chunks.put(run, number, group)
+                number += len(group)
         except (zstandard.ZstdError, ValueError):
-            found = None
-        if found is None or found.size() != sizes.size * self.chunk_bytes:
-            raise StoreDamagedError(f"{chunks.file}: chunks from {chunks.name(run.rows.start, run.taps.start)} on cannot be decompressed")
-        return _side_by_side(found, self.chunk_bytes).reshape(*sizes.shape, self.chunk_bytes)
-
-
-class _Run(NamedTuple):
-    """Chunks side by side in a file: these token chunks of the wanted ones, of each these of the wanted taps."""
-
-    rows: slice
-    taps: slice
-
-
-class _Chunks:
-    """What is wanted of a shard: rows of chunks side by side along the tokens, of each row the taps in the order wanted.
-
-    Args:
-        token: first of the first row of chunks; start, stop: the tokens wanted.
-        wanted: uint64 ``[rows, k, 2]`` offset and size of each in the file.
-        out: uint8 ``[k, stop - start, bytes of a token]``, each tap's rows contiguous.
-    """
-
-    def __init__(
-        self,
-        array: ShardedArray,
-        file: ShardFile,
-        taps: Sequence[int],
-        token: int,
-        start: int,
-        stop: int,
-        wanted: np.ndarray,
-        out: np.ndarray,
-    ) -> None:
-        self.array, self.file, self.taps = array, file, taps
-        self.token, self.start, self.stop, self._out = token, start, stop, out
-        self.offsets, self.sizes = wanted[..., 0], wanted[..., 1]
-        if (self.offsets == ABSENT).any():
-            row, tap = np.argwhere(self.offsets == ABSENT)[0].tolist()
-            raise StoreDamagedError(f"{file}: no chunk for {self.name(row, tap)}; it has been damaged")
-
-    def runs(self) -> Iterator[_Run]:
-        """Each is one read. Rows together where all that is wanted lies together, else parts of a row."""
-        offsets, sizes = self.offsets.reshape(-1), self.sizes.reshape(-1)
-        rows, taps = self.offsets.shape
-        follows = offsets[1:] == offsets[:-1] + sizes[:-1]
-        if follows.all():
-            begin, size = 0, 0
-            for row, nbytes in enumerate(self.sizes.sum(1).tolist()):
-                if size and size + nbytes > _READ_BYTES:
-                    yield _Run(slice(begin, row), slice(0, taps))
-                    begin, size = row, 0
-                size += nbytes
-            yield _Run(slice(begin, rows), slice(0, taps))
-            return
-        for row in range(rows):
-            begin = 0
-            for tap in range(1, taps + 1):
-                if tap == taps or not follows[row * taps + tap - 1]:
-                    yield _Run(slice(row, row + 1), slice(begin, tap))
-                    begin = tap
-
-    def extent(self, run: _Run) -> tuple[int, int]:
-        """Offset and bytes of a run in the file."""
-        first, sizes = int(self.offsets[run.rows.start, run.taps.start]), self.sizes[run.rows, run.taps]
-        return first, int(sizes.sum())
-
-    def put(self, run: _Run, chunks: np.ndarray) -> None:
-        """Copy what is wanted of a run's chunks, uint8 ``[rows, taps, chunk bytes]``, to where it belongs."""
-        size, out = self.array.chunk_tokens, self._out[run.taps]
-        first, rows, taps = self.token + run.rows.start * size, len(chunks), len(out)
-        begin, end = max(self.start, first) - first, min(self.stop, first + rows * size) - first  # tokens of the run
-        at = first - self.start
-        whole = slice(-(-begin // size), end // size)
-        if whole.start < whole.stop:
-            place = out[:, at + whole.start * size : at + whole.stop * size]
-            place.reshape(taps, whole.stop - whole.start, -1)[...] = chunks[whole].swapaxes(0, 1)
-        cut = {begin // size} if begin % size else set()
-        for row in cut | ({end // size} if end % size else set()):
-            low, high = max(begin, row * size), min(end, (row + 1) * size)
-            out[:, at + low : at + high] = chunks[row].reshape(taps, size, -1)[:, low - row * size : high - row * size]
-
-    def name(self, row: int, tap: int) -> str:
-        return f"tap {self.taps[tap]}, tokens from {self.token + row * self.array.chunk_tokens}"
-
-    def damaged(self, row: int, tap: int) -> StoreDamagedError:
-        return StoreDamagedError(f"{self.file}: the chunk of {self.name(row, tap)} does not fit its checksum; it has been damaged")
-
-
-def _buffer(length: int) -> np.ndarray:
-    """This thread's scratch memory: fresh memory for every read would cost a page fault each 4 KB."""
-    held = getattr(_thread, "buffer", None)
-    if held is None or len(held) < length:
-        held = _thread.buffer = np.empty(max(length, _READ_BYTES), np.uint8)
-    return held[:length]
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    """This thread's."""
-    held = getattr(_thread, "decompressor", None)
-    if held is None:
-        held = _thread.decompressor = zstandard.ZstdDecompressor()
-    return held
-
-
-def _side_by_side(pieces: zstandard.BufferWithSegmentsCollection, size: int) -> np.ndarray:
-    """Pieces of this size as one array uint8 ``[pieces * size]``: as they lie, for zstandard puts them into one allocation; else copied."""
-    arrays = [np.frombuffer(piece, np.uint8) for piece in pieces]
-    starts = [array.__array_interface__["data"][0] for array in arrays]
-    if starts == list(range(starts[0], starts[0] + size * len(starts), size)):
-        return np.lib.stride_tricks.as_strided(arrays[0], (size * len(arrays),), (1,), writeable=False)
-    return np.concatenate(arrays)
+            what = f"what is compressed from {chunks.name(run, 0)} on cannot be read; it has been damaged"
+            raise StoreDamagedError(f"{chunks.file}: {what}") from None

@@ -1,0 +1,178 @@
+"""Chunks of one shard on their way from the file to where they are wanted.
+
+What lies side by side in the file is a run: one read, one check or decompression, one copy. Each of them lets go of the
+interpreter's lock, and getting it back from sixteen reading threads takes longer than checking a chunk.
+
+K taps, k selected taps, a row: the chunks of all selected taps for the same tokens.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import zstandard
+
+from dflash_offline.errors import StoreDamagedError
+
+READ_BYTES = 4 << 20  # most bytes in one read, unless a row of chunks has more; they are in a cache until they are copied
+_thread = threading.local()  # scratch memory of each thread
+
+
+class ShardFile(Protocol):
+    """A shard file opened for reading; ``str`` of it is its name in messages."""
+
+    size: int
+
+    def preadv(self, buffers: Sequence[Any], offset: int) -> int:
+        """Fill the buffers, one after another, from byte ``offset`` on; returns how many bytes were there."""
+
+
+class Run(NamedTuple):
+    """Chunks side by side in a file: ``rows`` of the wanted token chunks from ``row`` on, of each ``taps`` from ``tap`` on."""
+
+    row: int
+    rows: int
+    tap: int
+    taps: int
+    offset: int  # in the file
+    length: int  # bytes
+
+
+class Chunks:
+    """What is wanted of a shard: rows of chunks side by side along the tokens, of each row the taps in the order wanted.
+
+    Args:
+        token: first of the first row of chunks; start, stop: the tokens wanted.
+        wanted: uint64 ``[rows, k, 2]`` offset and size of each in the file.
+        out: uint8 ``[k, stop - start, bytes of a token]``, each tap's rows contiguous.
+        chunk_bytes: before compression, without the check behind it.
+
+    Raises:
+        StoreDamagedError: a chunk is absent, or of a size that it cannot have.
+    """
+
+    def __init__(
+        self,
+        file: ShardFile,
+        taps: Sequence[int],
+        token: int,
+        start: int,
+        stop: int,
+        wanted: np.ndarray,
+        out: np.ndarray,
+        *,
+        chunk_tokens: int,
+        chunk_bytes: int,
+        zstd: bool,
+    ) -> None:
+        self.file, self.taps, self._chunk_tokens = file, taps, chunk_tokens
+        self.token, self.start, self.stop, self._out = token, start, stop, out
+        self.offsets, self.sizes = wanted[..., 0].astype(np.int64), wanted[..., 1].astype(np.int64)  # ABSENT is -1
+        if self.offsets.min() < 0:
+            raise StoreDamagedError(f"{file}: no chunk for {self._name(self.offsets < 0)}; it has been damaged")
+        size = chunk_bytes + 4
+        bad = self.sizes < 5 if zstd else self.sizes != size
+        if bad.any():
+            what = f"{self.sizes[bad][0]} bytes" + ("" if zstd else f", not {size}")
+            raise StoreDamagedError(f"{file}: the chunk of {self._name(bad)} has {what}; it has been damaged")
+
+    def runs(self) -> Iterator[Run]:
+        """Each is one read. Rows together where all that is wanted lies together, else parts of a row."""
+        offsets, sizes = self.offsets.reshape(-1), self.sizes.reshape(-1)
+        rows, taps = self.offsets.shape
+        follows = offsets[1:] == offsets[:-1] + sizes[:-1]
+        if follows.all():
+            begin, size, offset = 0, 0, int(offsets[0])
+            for row, nbytes in enumerate(self.sizes.sum(1).tolist()):
+                if size and size + nbytes > READ_BYTES:
+                    yield Run(begin, row - begin, 0, taps, offset, size)
+                    begin, offset, size = row, offset + size, 0
+                size += nbytes
+            yield Run(begin, rows - begin, 0, taps, offset, size)
+            return
+        for row in range(rows):
+            begin = 0
+            for tap in range(1, taps + 1):
+                if tap == taps or not follows[row * taps + tap - 1]:
+                    yield Run(row, 1, begin, tap - begin, int(self.offsets[row, begin]), int(self.sizes[row, begin:tap].sum()))
+                    begin = tap
+
+    def put(self, run: Run, number: int, chunks: np.ndarray) -> None:
+        """Copy what is wanted of some chunks of a run, from its ``number``-th on, uint8 ``[n, chunk bytes]``, to where it belongs."""
+        while len(chunks):
+            row, tap = divmod(number, run.taps)
+            rows, taps = len(chunks) // run.taps, run.taps
+            if tap or not rows:  # not from the beginning of a row, or not to its end
+                rows, taps = 1, min(run.taps - tap, len(chunks))
+            self._put_rows(run.row + row, run.tap + tap, chunks[: rows * taps].reshape(rows, taps, -1))
+            number, chunks = number + rows * taps, chunks[rows * taps :]
+
+    def _put_rows(self, row: int, tap: int, chunks: np.ndarray) -> None:
+        """uint8 ``[rows, taps, chunk bytes]``."""
+        rows, taps, _ = chunks.shape
+        size, out = self._chunk_tokens, self._out[tap : tap + taps]
+        first = self.token + row * size
+        begin, end = max(self.start, first) - first, min(self.stop, first + rows * size) - first  # tokens, from the first row on
+        at, whole, whole_end = first - self.start, -(-begin // size), end // size
+        if whole < whole_end:
+            place = out[:, at + whole * size : at + whole_end * size].reshape(taps, whole_end - whole, -1)
+            place[...] = chunks[whole:whole_end].swapaxes(0, 1)
+        cut = {begin // size} if begin % size else set()
+        for row in cut | ({end // size} if end % size else set()):
+            low, high = max(begin, row * size), min(end, (row + 1) * size)
+            out[:, at + low : at + high] = chunks[row].reshape(taps, size, -1)[:, low - row * size : high - row * size]
+
+    def _name(self, which: np.ndarray) -> str:
+        """Of the first of these: bool ``[rows, k]``."""
+        row, tap = np.argwhere(which)[0].tolist()
+        return f"tap {self.taps[tap]}, tokens from {self.token + row * self._chunk_tokens}"
+
+    def name(self, run: Run, number: int) -> str:
+        row, tap = divmod(number, run.taps)
+        return f"tap {self.taps[run.tap + tap]}, tokens from {self.token + (run.row + row) * self._chunk_tokens}"
+
+    def damaged(self, run: Run, number: int) -> StoreDamagedError:
+        return StoreDamagedError(f"{self.file}: the chunk of {self.name(run, number)} does not fit its checksum; it has been damaged")
+
+
+def scratch(length: int) -> np.ndarray:
+    """This thread's scratch memory: fresh memory for every read would cost a page fault each 4 KB."""
+    held = getattr(_thread, "buffer", None)
+    if held is None or len(held) < length:
+        held = _thread.buffer = np.empty(max(length, READ_BYTES), np.uint8)
+    return held[:length]
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    """This thread's."""
+    held = getattr(_thread, "decompressor", None)
+    if held is None:
+        held = _thread.decompressor = zstandard.ZstdDecompressor()
+    return held
+
+
+def _side_by_side(pieces: zstandard.BufferWithSegmentsCollection, size: int) -> Iterator[np.ndarray]:
+    """Pieces of this size, in order, as uint8 ``[n, size]`` where they lie: side by side in a few allocations."""
+    arrays = [np.frombuffer(piece, np.uint8) for piece in pieces]
+    places = [array.__array_interface__["data"][0] for array in arrays]
+    begin = 0
+    for end in range(1, len(arrays) + 1):
+        if end == len(arrays) or places[end] != places[end - 1] + size:
+            yield np.lib.stride_tricks.as_strided(arrays[begin], (end - begin, size), (size, 1), writeable=False)
+            begin = end
+
+
+def decompressed(content: memoryview, frames: list[int], size: int) -> Iterator[np.ndarray]:
+    """Frames of zstd as uint8 ``[n, size]``, in order, a few arrays of them.
+
+    Args:
+        frames: where each begins in ``content``, and its bytes, one after another.
+        size: bytes of each when decompressed.
+
+    Raises:
+        zstandard.ZstdError, ValueError: one is no frame, or of another size.
+    """
+    segments = zstandard.BufferWithSegments(content, np.array(frames, "<u8").tobytes())
+    wanted = np.full(len(frames) // 2, size, "<u8").tobytes()
+    return _side_by_side(_decompressor().multi_decompress_to_buffer(segments, decompressed_sizes=wanted, threads=1), size)
