@@ -262,6 +262,8 @@ def _training_s(config: RunConfig, tokens: int, rate: float) -> float:
     own, shared = [0.0], [0.0]
     with_gpus = {entry["name"] for entry in config.drafters if "gpus" in entry}
     for each in config.each_drafter():
+        if _is_trained(each):
+            continue
         train = each.train
         trained = tokens * (1 - config.corpus.heldout_fraction) * train.epochs
         if train.max_steps is not None:
@@ -270,6 +272,12 @@ def _training_s(config: RunConfig, tokens: int, rate: float) -> float:
     gpus = config.train.gpus
     places = len(shared) if gpus == "cpu" else len(set(range(len(visible())) if gpus == "all" else gpus) - set(own_gpus(config.drafters)))
     return max(*own, *shared, sum(shared) / max(1, places))
+
+
+def _is_trained(config: RunConfig) -> bool:
+    with contextlib.suppress(DFlashError, OSError):  # without the target's weights no key is known
+        return (Layout(config.root_dir).drafter(keys.train_key(config)) / MANIFEST).is_file()
+    return False
 
 
 def _idle_gpus(config: RunConfig) -> tuple[int, int]:

@@ -126,7 +126,7 @@ def store_identity(config: RunConfig) -> dict[str, object]:
         "layer_convention": "id i = output of 0-based decoder layer i = hidden_states[i+1], before the final norm",
         "dtype": config.target.dtype,
         "codec": config.store.codec,
-        "zstd": config.store.zstd,
+        "zstd": config.store.zstd and config.store.codec in ("int8", "int6", "int4"),  # others have no codes to compress
         "store_last_hidden": config.store.store_last_hidden,
     }
 

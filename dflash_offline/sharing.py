@@ -58,7 +58,8 @@ def _of_root(config: RunConfig) -> Iterator[str]:
     if found:
         yield (
             f"{layout.root} also holds {counted(len(found), 'store')} with another key, in brackets what differs: "
-            f"{first_of(found, _SHOWN)}; that is fine, each has a folder of its own, but this run file captures anew"
+            f"{first_of(found, _SHOWN)}; that is fine, each has a folder of its own"
+            + ("" if (layout.store(key) / schema.GROUP_FILE).is_file() else ", but this run file captures anew")
         )
     if unread:
         which = first_of(unread, _SHOWN, "; ")

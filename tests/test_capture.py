@@ -52,7 +52,7 @@ class Run:
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "dflash_offline.capture", "--config", str(self.path), *options]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "DFLASH_PROGRESS": str(self.path.with_name("progress.json"))}
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
     def capture(self, progress: Progress | None = None, heard: Callable[[str], None] | None = None, **options: Any) -> list[str]:
@@ -193,7 +193,7 @@ def test_sigterm_releases_the_lease_leaves_at_once_and_others_redo_nothing(run: 
     process.terminate()
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 143 and time.monotonic() - start < 5
-    assert "stopped" in out
+    assert "stopped" in out and json.loads(made.path.with_name("progress.json").read_text())["ended"]
     assert all(path.stat().st_mtime == 0 for path in made.layout.leases(made.key).glob("*.lease"))
     done = {name: read_manifest(made.store_path / name)["digest"] for name in committed_parts(made.store_path)}
     assert 0 < len(done) < len(made.plan.parts)

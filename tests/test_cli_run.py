@@ -473,14 +473,17 @@ def test_plan_of_a_captured_corpus_needs_nothing(command: Command) -> None:
     assert found["captured_rows"] == found["rows"] > 0
     assert found["tokens_to_capture"] == 0 and set(found["bytes_by_codec"].values()) == {0}
     assert found["parts"] == 0
-    assert found["train_s"] > 0, "measured by this run"
+    assert found["train_s"] == 0, "trained already"
     text = command("plan").output
     assert re.search(r"still to write +nothing", text) and "store as" not in text
 
 
-def test_plan_bounds_what_a_run_then_writes(own_command: Command) -> None:
+def test_plan_estimates_by_what_earlier_runs_measured_and_bounds_what_one_writes(own_command: Command) -> None:
     from dflash_offline.estimate import token_bytes
 
+    path = Path("run.toml")
+    path.write_text(path.read_text().replace("[train]", "[train]\nseed = 77"))
+    assert json.loads(own_command("plan", "--json").stdout)["train_s"] > 0
     found = json.loads(own_command("inspect", "--json").stdout)
     arrays = {row["name"]: row["bytes"] for row in found["arrays"]}
     hidden = arrays["high"] + arrays["low"]

@@ -124,6 +124,12 @@ def test_a_setting_reaches_its_stage_and_the_later_ones_only(run: Run, section: 
     assert changed(run.keys(), run.keys(**{section: setting})) == expected
 
 
+@pytest.mark.parametrize("codec", ["bf16", "lossless"])
+def test_zstd_of_codes_changes_nothing_where_there_are_none(run: Run, codec: str) -> None:
+    """It would have everything captured again, for the same bytes."""
+    assert run.keys(store={"codec": codec, "zstd": True}) == run.keys(store={"codec": codec})
+
+
 @pytest.mark.parametrize(
     ("section", "setting", "switch"),
     [

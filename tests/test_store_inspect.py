@@ -73,6 +73,16 @@ def test_stats_find_outlier_channels_and_similar_layers(made):
     json.dumps(found)
 
 
+def test_stats_and_samples_tell_the_same_mean():
+    with folder_in_memory() as folder:
+        store.create_or_open(folder / "s", identity())
+        write_part(folder / "s", "part-00000", rows([5, 200, 63]))
+        opened = store.HiddenStateStore(folder / "s")
+        rms = torch.cat([opened[number].hidden_states().float() for number in range(3)]).square().mean(-1).sqrt()  # [T, K]
+        found = [layer["rms"]["mean"] for layer in store.stats(folder / "s")["layers"]]
+        assert found == pytest.approx(rms.mean(0).tolist(), rel=1e-5) != rms.square().mean(0).sqrt().tolist()
+
+
 def test_diff(made):
     root, everything = made
     with folder_in_memory() as folder:

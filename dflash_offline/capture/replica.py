@@ -101,12 +101,11 @@ class Replica:
     def _terminate(self, signum: int, frame: Any) -> None:
         signal.signal(signum, signal.SIG_IGN)
         held = [job.lease.name for job in self.jobs if not job.is_done]
+        goes_on = "goes on where it is" if len(held) == 1 else "go on where they are"
         self.leases.close()
         with contextlib.suppress(Exception):  # the main thread may be in the middle of a print
-            self.progress.say(
-                f"Target {self.replica}: stopped" + (f"; {', '.join(held)} goes on where it is with the next run" if held else "")
-            )
-            self.progress.update(text="stopped", force=True)
+            self.progress.say(f"Target {self.replica}: stopped" + (f"; {', '.join(held)} {goes_on} with the next run" if held else ""))
+            self.progress.end("stopped")
         os._exit(143)
 
     # -- which part ---------------------------------------------------------------------------------------------------
@@ -338,10 +337,12 @@ class Replica:
         self._looked = 0.0
         self._report(text=f"{name} committed", force=True)
         state, extra = self.progress.state, self._commit_lines.pop(name, {})
-        eta = state["numbers"].get("eta_s", 0.0)
+        eta, tokens = state["numbers"].get("eta_s", 0.0), next(part.tokens for part in self.plan.parts if part.name == name)
+        stored = tokens - extra.get("tokens", 0)
+        taken_up = f", {stored:,} of them by an earlier run" if stored else ""
         waited = f", waited {extra['wait_s']:.1f} s for the disk" if extra.get("wait_s", 0) > 0.1 else ""
         self.progress.say(
-            f"Target {self.replica}: {name} committed, {extra.get('tokens', 0):,} tokens; {_rate(self.tokens_per_s)} so far, "
+            f"Target {self.replica}: {name} committed, {tokens:,} tokens{taken_up}; {_rate(self.tokens_per_s)} so far, "
             f"padding {100 * extra.get('padding', 0):.1f} %{waited}; {state['done']}/{state['total']} parts, ETA {_minutes(eta)}"
         )
 

@@ -184,7 +184,7 @@ def stats(path: Path | str | HiddenStateStore, *, num_samples: int = 16, outlier
     chosen = np.sort(np.random.default_rng(seed).permutation(len(store))[:num_samples])
     taps, width = store.num_taps, store.hidden_size
     energy, similarity, tokens, bad = torch.zeros(taps, width, dtype=torch.float64), torch.zeros(taps, taps, dtype=torch.float64), 0, 0
-    low, high = torch.full((taps,), torch.inf), torch.zeros(taps)
+    low, high, total = torch.full((taps,), torch.inf), torch.zeros(taps), torch.zeros(taps, dtype=torch.float64)
     for number, window in zip(chosen, _windows(store.lengths[chosen], seed), strict=True):
         hidden = store[int(number)].hidden_states(tokens=window).float()
         bad += int((~torch.isfinite(hidden)).sum())
@@ -193,7 +193,8 @@ def stats(path: Path | str | HiddenStateStore, *, num_samples: int = 16, outlier
         unit = torch.nn.functional.normalize(hidden, dim=-1).transpose(0, 1)
         similarity += torch.einsum("ith,jth->ij", unit, unit).double()
         rms = hidden.square().mean(-1).sqrt()
-        low, high, tokens = torch.minimum(low, rms.amin(0)), torch.maximum(high, rms.amax(0)), tokens + len(hidden)
+        low, high, total = torch.minimum(low, rms.amin(0)), torch.maximum(high, rms.amax(0)), total + rms.double().sum(0)
+        tokens += len(hidden)
     names: list[Any] = [*store.layer_ids, *["last"] * (taps - len(store.layer_ids))]
     rows = []
     for tap in range(taps):
@@ -201,7 +202,7 @@ def stats(path: Path | str | HiddenStateStore, *, num_samples: int = 16, outlier
         rows.append(
             {
                 "layer_id": names[tap],
-                "rms": {"min": float(low[tap]), "mean": float((energy[tap].sum() / (tokens * width)).sqrt()), "max": float(high[tap])},
+                "rms": {"min": float(low[tap]), "mean": float(total[tap] / tokens), "max": float(high[tap])},
                 "outlier_channels": [{"channel": int(c), "share_of_energy": float(s)} for c, s in zip(channels, share, strict=True)],
                 "channel_rms": (energy[tap] / tokens).sqrt().tolist(),
             }
