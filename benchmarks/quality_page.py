@@ -127,7 +127,9 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"Target SmolLM2-135M-Instruct, its own answers to 11,836 prompts, {result['device']}. Both projects train from the same store and "
         "are decoded by the same loop, greedily. Acceptance length: emitted tokens per verify step, pooled over a set, with the 95 % "
-        "interval when prompts are drawn anew. Written by `benchmarks/quality_page.py` from `benchmarks/results/quality_h200.json`.",
+        "interval when prompts are drawn anew. One seed each: what training runs that are alike differ by is not in the intervals (the "
+        "codecs below differ by up to 1.5 %, and none of them can be better than `lossless`). Written by `benchmarks/quality_page.py` "
+        "from `benchmarks/results/quality_h200.json`.",
         "",
     ]
     if "equal_over_specforge" in result:
