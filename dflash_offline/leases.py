@@ -12,6 +12,7 @@ time). An owner that lost its lease while it was stopped sees that a higher gene
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -19,6 +20,8 @@ import socket
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from dflash_offline.errors import StoreError, StoreFullError
 
 EXPIRES_S = 60.0
 HEARTBEAT_S = 5.0
@@ -144,17 +147,31 @@ class Leases:
         return self.folder / f"{name}.{generation}.lease"
 
     def claim(self, name: str) -> Lease | None:
-        """The lease on ``name`` if it is free and no other process was quicker, else None."""
+        """The lease on ``name`` if it is free and no other process was quicker, else None.
+
+        Raises:
+            StoreFullError: the disk is full.
+            StoreError: the folder cannot be written.
+        """
         holding = self.holding(name)
         if holding is not None and not holding.is_free:
             return None
         generation = holding.generation + 1 if holding else 0
+        path = self.path(name, generation)
         try:
-            descriptor = os.open(self.path(name, generation), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                with os.fdopen(descriptor, "w") as file:
+                    json.dump(asdict(self.owner), file)
+            except BaseException:
+                path.unlink(missing_ok=True)  # without its owner it would hold everyone up until it expires
+                raise
         except FileExistsError:
             return None
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(asdict(self.owner), file)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreFullError(f"{path}: the disk is full. Make space and run the same command again") from None
+            raise StoreError(f"{path}: {error.strerror or error}; the folder of leases must be writable") from None
         lease = Lease(self, name, generation)
         with self._lock:
             self._held[name] = lease

@@ -1,6 +1,7 @@
 """Where the processes of a stage run: the GPUs of this host, and what several drafters share of them."""
 
 import contextlib
+import errno
 import functools
 import os
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from dflash_offline.config import RunConfig, same_host
 from dflash_offline.config.drafters import own_gpus
-from dflash_offline.errors import ConfigError
+from dflash_offline.errors import ConfigError, StoreFullError
 from dflash_offline.gpus import any_of, lock_folder, lock_name, resolve
 
 
@@ -22,15 +23,27 @@ def host_folder() -> str:
 
 @functools.lru_cache
 def came_first(logs: Path) -> bool:
-    """Whether this host is the first that ran anything at a root; noted in the folder of its logs."""
+    """Whether this host is the first that ran anything at a root; noted in the folder of its logs.
+
+    Raises:
+        StoreFullError: the disk is full.
+        ConfigError: the folder cannot be written.
+    """
     note, name = logs / "first-host", host_folder()
-    logs.mkdir(parents=True, exist_ok=True)
     try:
-        with note.open("x") as file:
-            file.write(name)
-    except FileExistsError:
-        pass
-    return note.read_text() == name
+        logs.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError), note.open("x") as file:
+            try:
+                file.write(name)
+                file.flush()
+            except OSError:
+                note.unlink()
+                raise
+        return note.read_text() == name
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFullError(f"{note}: the disk is full. Make space and run the same command again") from None
+        raise ConfigError(f"{note}: {error.strerror or error}; logs of the run must be writable") from None
 
 
 def capture_gpus(config: RunConfig) -> list[str | None]:

@@ -14,6 +14,7 @@ from dflash_offline.attention import BlockLayout
 from dflash_offline.config import DrafterConfig, RunConfig
 from dflash_offline.drafter import Drafter, DrafterShape, planned_shape, rotary_frequencies
 from dflash_offline.errors import ConfigError, TargetError
+from dflash_offline.manifest import digest
 
 SHAPE = DrafterShape(
     hidden_size=48,
@@ -273,6 +274,14 @@ def test_a_planned_shape_is_worked_out_once_for_what_it_follows_from(run_file, m
     for file in (config.root_dir / "cache" / "shapes").iterdir():
         file.write_text("{")
     assert planned().block_size == 5 and len(worked_out) == 7
+    (file,) = [file for file in (config.root_dir / "cache" / "shapes").iterdir() if file.read_text() != "{"]
+    whole = json.loads(file.read_text())
+    edits = [{"mask_token_id": 7}, {"layer_windows": [None, None]}, {"hidden_size": "64"}, {"of_later": 1}]
+    damaged = [whole | {"shape": whole["shape"] | edit} for edit in edits]
+    fewer = {name: value for name, value in whole["shape"].items() if name != "initializer_range"}
+    for number, content in enumerate([*damaged, {"shape": fewer, "digest": digest(fewer)}, whole["shape"], [], {"shape": None}], 8):
+        file.write_text(json.dumps(content))
+        assert planned() == planned() == replace(first, rms_norm_eps=1e-3, block_size=5) and len(worked_out) == number
     path.write_text(path.read_text().replace("block_size = 5", "block_size = 5\nmask_token_id = 2"))
     for _ in range(2):
         with pytest.raises(TargetError, match="is an end token of the target"):

@@ -1,17 +1,21 @@
 """Leases: one winner, heartbeats, takeover at once from the dead and after a while from the silent."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from dflash_offline.errors import StoreFullError
 from dflash_offline.leases import Leases, machine_identity, process_start
+from pipelines import places
 
 
 def make_old(path: Path, seconds: float) -> None:
@@ -114,3 +118,35 @@ def test_empty_lease_file_counts_as_fresh(tmp_path: Path) -> None:
     assert leases.claim("part-00001") is None
     make_old(path, 61)
     assert leases.claim("part-00001").generation == 1
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A small disk with no byte free: ``filled`` takes it all."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip() or 'no permission'}")
+    (folder / "leases").mkdir()
+    (folder / "logs").mkdir()
+    with contextlib.suppress(OSError), (folder / "filled").open("wb", buffering=0) as file:
+        while file.write(b"x" * 4096):
+            pass
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_that_holds_others_up(full_disk: Path) -> None:
+    places.came_first.cache_clear()
+    leases = Leases(full_disk / "leases", heartbeat_s=0.05)
+    with pytest.raises(StoreFullError, match=r"part-0\.0\.lease: the disk is full\. Make space and run the same command again"):
+        leases.claim("part-0")
+    with pytest.raises(StoreFullError, match="first-host: the disk is full"):
+        places.came_first(full_disk / "logs")
+    assert not list((full_disk / "leases").glob("*.lease")) and not list((full_disk / "logs").iterdir())
+    (full_disk / "filled").unlink()
+    lease = leases.claim("part-0")
+    assert lease is not None and lease.is_held and places.came_first(full_disk / "logs")
+    leases.close()
+    places.came_first.cache_clear()

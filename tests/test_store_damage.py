@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from crc32c import crc32c
 from small_store import LENGTHS, folder_in_memory, make_store, rows, same_bits, write_part
 
 from dflash_offline import manifest, store
@@ -133,6 +134,27 @@ def test_reading_names_the_one_damaged_chunk_among_those_read_at_once(damaged):
                     shard.write_bytes(whole)
             found = opened.read_encoded(range(10))
             assert all(torch.equal(found.arrays[key], wanted.arrays[key]) for key in wanted.arrays)
+
+
+@pytest.mark.parametrize(("column", "value"), [(0, 1), (0, 2**63), (0, 2**64 - 2), (1, 2**62), (1, 2**40), (1, 0), (1, 3)])
+def test_an_index_that_does_not_fit_its_file_is_damage_whatever_its_checksum_says(damaged, column, value):
+    array = "high" if (damaged / "part-00000" / "high").exists() else "codes"
+    shard = damaged / "part-00000" / array / "c" / "0" / "0" / "0"
+    whole, meta = shard.read_bytes(), zarr_json(shard)
+    chunks = meta["shape"][1] * (meta["shard"] // meta["chunk"])
+    index = np.frombuffer(whole[-16 * chunks - 4 : -4], "<u8").reshape(-1, 2).copy()
+    for chunk in range(chunks):
+        changed = index.copy()
+        changed[chunk, column] = value
+        if (changed == index).all() or index[chunk, 0] == 2**64 - 1:
+            continue
+        raw = changed.tobytes()
+        shard.write_bytes(whole[: -16 * chunks - 4] + raw + crc32c(raw).to_bytes(4, "little"))
+        with (
+            store.HiddenStateStore(damaged, verify="off") as opened,
+            pytest.raises(StoreDamagedError, match=rf"{array}/c/0/0/0: the shard's chunk index does not fit the file"),
+        ):
+            opened.read_encoded(range(10))
 
 
 def zarr_json(shard):

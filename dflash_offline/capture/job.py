@@ -85,7 +85,7 @@ class PartJob:
         self._queue: queue.Queue[tuple[list[int], Batch] | dict[str, Any] | None] = queue.Queue()
         self.error: BaseException | None = None
         self.tokens = 0
-        self._began = time.monotonic()
+        self._began, self._in_float32 = time.monotonic(), False
         self.at: tuple[int, list[int]] = (0, [])  # bucket and lengths of the batch being written
         self._next = 0  # sample of the part that comes next
         self._thread = threading.Thread(target=self._run, name=lease.name, daemon=True)
@@ -162,7 +162,7 @@ class PartJob:
         self._check_lease()
         if batch.ready is not None:
             batch.ready.wait(torch.cuda.current_stream())
-        self.at = int(self._corpus.buckets[rows[0]]), batch.lengths
+        self.at, self._in_float32 = (int(self._corpus.buckets[rows[0]]), batch.lengths), batch.taps[0].dtype == torch.float32
         stored = max(0, min(len(rows), self.writer.resume_sample - self._next))
         self._next += len(rows)
         for group in self._groups(batch, range(stored, len(rows))):
@@ -196,7 +196,7 @@ class PartJob:
         where = f"row {index} ({self._corpus.files[int(self._corpus.file_index[index])]} line {int(self._corpus.line[index])})"
         raise TargetError(
             f"{self.lease.name}: the hidden state of token {token} after layer {self._layer_ids[tap]} is {what} in {where}; the row was "
-            'not written. Check the target\'s weights, or compute with [target] dtype = "float32"'
+            "not written. Check the target's weights" + ("" if self._in_float32 else ', or compute with [target] dtype = "float32"')
         )
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def planned_shape(config: RunConfig, target_folder: Path) -> DrafterShape:
         if path is not None and config.root_dir.is_dir():  # `doctor` and `plan` make no root
             with contextlib.suppress(OSError, DFlashError):  # only a cache: a full disk or a read-only root stops nothing
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, shape.to_dict(), durable=False)
+                write_json(path, {"shape": shape.to_dict(), "digest": digest(shape.to_dict())}, durable=False)
     if config.drafter.init_from is not None:
         from dflash_offline.export.warm_start import start_tensors
 
@@ -170,8 +170,11 @@ def _cached_at(config: RunConfig, target_folder: Path) -> Path | None:
 
 
 def _read_cached(path: Path) -> DrafterShape | None:
-    with contextlib.suppress(OSError, DFlashError, TypeError, KeyError):  # not there, or damaged: it is worked out again
-        return DrafterShape.from_dict(read_json(path))
+    """None where it is not there, was changed, or is of a release with other fields: it is worked out again."""
+    with contextlib.suppress(OSError, DFlashError, TypeError, KeyError):
+        found = read_json(path)
+        if set(found["shape"]) == {field.name for field in fields(DrafterShape)} and digest(found["shape"]) == found["digest"]:
+            return DrafterShape.from_dict(found["shape"])
     return None
 
 

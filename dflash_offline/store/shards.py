@@ -22,7 +22,7 @@ import zstandard
 
 from dflash_offline.errors import StoreDamagedError, StoreError
 from dflash_offline.store.shard_chunks import Chunks, Run, ShardFile, decompressed, scratch
-from dflash_offline.store.shard_writing import crc32c, crc32c_number
+from dflash_offline.store.shard_writing import ABSENT, crc32c, crc32c_number
 
 ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
 _SPAN_BYTES = 8 << 20  # read by one thread at a time
@@ -178,7 +178,13 @@ class ShardedArray:
             raw = bytearray(length)
             if file.preadv([raw], max(0, file.size - length)) != length or crc32c(bytes(raw[:-4])) != raw[-4:]:
                 raise StoreDamagedError(f"{file}: the shard's chunk index is damaged")
-            index = self._indexes[shard] = np.frombuffer(raw, "<u8", length // 8).reshape(shape)
+            index = np.frombuffer(raw, "<u8", length // 8).reshape(shape)
+            # as the writer lays them: one after another from the file's beginning to the index; absent ones come last
+            present = index.reshape(-1, 2)[: np.count_nonzero(index[..., 0] != ABSENT)]
+            ends = np.cumsum(present[:, 1])
+            if (present[:, 0] != np.concatenate([[0], ends[:-1]])).any() or int(ends[-1:].sum()) != file.size - length:
+                raise StoreDamagedError(f"{file}: the shard's chunk index does not fit the file; it has been damaged")
+            self._indexes[shard] = index
         return index
 
     def spans(self, start: int, stop: int, num_taps: int) -> Iterator[tuple[int, int]]:
