@@ -168,7 +168,12 @@ def lease(gpus: list[str], say: Callable[[str], None]) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def any_of(
-    paths: dict[str, Path], count: int, say: Callable[[str], None], *, tick: Callable[[], None] = lambda: None
+    paths: dict[str, Path],
+    count: int,
+    say: Callable[[str], None],
+    *,
+    tick: Callable[[], None] = lambda: None,
+    until: str | None = None,
 ) -> Iterator[dict[str, int]]:
     """Hold ``count`` of several lock files, whichever are free first; nothing is held while waiting.
 
@@ -176,6 +181,7 @@ def any_of(
         paths: lock file by what it locks, for messages ("GPU 5").
         say: told once when there is something to wait for.
         tick: called about four times a second while waiting.
+        until: what it waits for, in words; how many of which locks, when left out.
 
     Yields:
         The descriptor of each lock held, by what it locks.
@@ -192,7 +198,7 @@ def any_of(
                 yield held
                 return
         if not waiting:
-            say(f"queued: waits for {count} of {', '.join(paths)}")
+            say("queued: waits " + (until or f"for {count} of {', '.join(paths)}"))
             waiting = True
         tick()
         time.sleep(POLL_S)

@@ -258,7 +258,7 @@ def tokenizer_identity(config: RunConfig) -> dict[str, Any]:
         if not tokenizer and (gguf := find_gguf(folder)) is not None:  # it holds a tokenizer of its own
             tokenizer = {gguf.name: [gguf.stat().st_size, sampled_digest(gguf)]}
         if not tokenizer:
-            raise TargetError(f"{folder}: no tokenizer files ({', '.join(_TOKENIZER_FILES[:2])}, ...)")
+            raise TargetError(f"{folder}: no tokenizer files ({', '.join(_TOKENIZER_FILES[:2])}, ...); put them beside the weights")
     template = None
     if config.corpus.chat_template is not None:
         path = config.path(config.corpus.chat_template)

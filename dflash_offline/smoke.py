@@ -24,7 +24,7 @@ _ANSWER_TOKENS = 128  # of a regenerated answer
 
 
 def run_smoke(config: RunConfig, *, rows: int, steps: int, keep: bool, say: Callable[[str], None]) -> None:
-    """Write a reduced run file under ``ROOT/smoke``, run ``luigi --module pipelines DFlashAll`` on it, say what came out.
+    """Write a reduced run file under ``ROOT/smoke``, run the pipeline on it to the report, say what came out.
 
     Args:
         rows: conversations taken, spread evenly over the corpus files.
@@ -53,7 +53,8 @@ def run_smoke(config: RunConfig, *, rows: int, steps: int, keep: bool, say: Call
     goes = "" if keep else "; what is said to lie there is deleted at the end, --keep leaves it"
     say(f"{counted(taken, 'conversation')}, at most {counted(steps, 'step')}, in {folder}{goes}")
     begin = time.monotonic()
-    command = [sys.executable, "-m", "luigi", "--module", "pipelines", "DFlashAll", "--config", str(path)]
+    task = "DFlashAll" if keep else "WriteReport"  # the same chain; DFlashAll would end with paths that are deleted next
+    command = [sys.executable, "-m", "luigi", "--module", "pipelines", task, "--config", str(path)]
     status = subprocess.run(command, check=False).returncode
     if status:
         raise ProcessError(f"the smoke run failed with exit status {status}; its files and logs are in {folder}")

@@ -107,7 +107,8 @@ class Share:
             name: self.locks / f"{host_folder()}-{name.replace(' ', '-')}.lock" if gpu is None else lock_folder() / f"{lock_name(gpu)}.lock"
             for name, gpu in self.gpus.items()
         }
-        with any_of(paths, self.count, say, tick=tick) as held:
+        until = "until another drafter's processes leave the CPU cores" if None in self.gpus.values() else None
+        with any_of(paths, self.count, say, tick=tick, until=until) as held:
             gpus = [self.gpus[name] for name in held]
             yield Held(gpus if len(gpus) == self.processes else gpus * self.processes, list(held.values()))
 

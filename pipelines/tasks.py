@@ -29,7 +29,7 @@ from dflash_offline.gpus import check_settings
 from dflash_offline.manifest import MANIFEST, read_json
 from dflash_offline.processes import CHECKPOINT_GRACE_S, Job, free_port, rank_environment
 from dflash_offline.prompts import data_sets
-from dflash_offline.report.ranking import Ranked, ranked
+from dflash_offline.report.ranking import Ranked, is_tied, ranked
 from pipelines.base import RunTask, StoppedError, load, one_line, outcome
 from pipelines.drafters import DrafterTask
 from pipelines.places import (
@@ -302,7 +302,8 @@ class DFlashAll(luigi.WrapperTask, RunTask):
             "acceptance length: not measured, [evaluate] prompts names no file" if length is None else f"acceptance length: {length:.2f}",
         ]
         if best.name:
-            lines += [f"best of {len(found)} drafters: {best.name}", *ranking_lines(found)]
+            tied = " (intervals overlap)" if is_tied(found) else ""
+            lines += [f"best of {len(found)} drafters: {best.name}{tied}", *ranking_lines(found)]
         if best.config.evaluation_gpus == "cpu":
             lines.append("(on a CPU, drafting shows no speed-up: it is the acceptance length that carries over to a GPU)")
         return "\n".join(lines)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import small_store
 from click.testing import CliRunner, Result
@@ -19,10 +20,11 @@ from click.testing import CliRunner, Result
 from dflash_offline import estimate, reference, smoke, store
 from dflash_offline.cli import main
 from dflash_offline.cli.group import Commands
+from dflash_offline.cli.options import load_run
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import prepare
 from dflash_offline.doctor import storage
-from dflash_offline.errors import CorpusError
+from dflash_offline.errors import CorpusError, ProcessError
 from dflash_offline.keys import capture_key, corpus_key
 from dflash_offline.layout import Layout
 from dflash_offline.plan import make_plan
@@ -79,6 +81,17 @@ def test_without_a_run_file_the_embedded_one_is_used_and_said(tmp_path: Path, mo
     result = run("status", "--json")
     assert "no run.toml in this folder: using the embedded run file" in result.stderr
     assert json.loads(result.stdout)["root"] == str(tmp_path / "dflash-run")
+
+
+def test_the_embedded_run_file_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``show`` asks for the run file twice, for the store and for the tokenizer."""
+    monkeypatch.chdir(tmp_path)
+
+    def twice() -> None:
+        assert load_run(None).source == load_run(None).source
+
+    for _ in range(2):
+        assert CliRunner().invoke(click.Command("twice", callback=twice)).stderr.count("no run.toml in this folder") == 1
 
 
 def test_init_writes_a_run_file_for_eight_gpus(tmp_path: Path) -> None:
@@ -155,7 +168,23 @@ def test_plan_without_a_usable_conversation_is_an_error(run_file: Callable[..., 
     path = run_file()
     (path.parent / "corpus.jsonl").write_text('{"messages": []}\n' * 3)
     text = run("plan", "--config", str(path), status=1).output
-    assert text.startswith("error: run.toml: no conversation can be trained on among the 3 rows read") and "PrepareCorpus" in text
+    why = f"3 x empty conversation, the first in {path.parent / 'corpus.jsonl'}:1"
+    rest = "; mend the rows, or name other files in [corpus] files\n"
+    assert text == f"error: run.toml: no conversation can be trained on among the 3 rows read: {why}{rest}"
+    (path.parent / "corpus.jsonl").write_text("")
+    text = run("plan", "--config", str(path), status=1).output
+    assert text == f"error: run.toml: no conversation can be trained on: {path.parent / 'corpus.jsonl'} is empty{rest}"
+
+
+def test_plan_warns_when_nothing_is_held_out(run_file: Callable[..., Path]) -> None:
+    path = str(run_file())
+    assert "is held out" not in run("plan", "--config", path).stdout
+    path = str(run_file(corpus={"heldout_fraction": 0.0}))
+    text = run("plan", "--config", path).stdout
+    assert "note: no conversation is held out, so there will be no tau_replay; raise [corpus] heldout_fraction\n" in text
+    path = str(run_file(rows=1))
+    (warning,) = json.loads(run("plan", "--json", "--config", path).stdout)["warnings"]
+    assert warning.startswith("no conversation is held out, since all have one prompt")
 
 
 def test_plan_refuses_prompts_that_the_evaluation_would_refuse(run_file: Callable[..., Path]) -> None:
@@ -308,6 +337,19 @@ def test_smoke_says_when_there_is_no_conversation(run_file: Callable[..., Path],
     with pytest.raises(CorpusError, match="hold no conversation"):
         smoke.run_smoke(config, rows=10, steps=2, keep=False, say=print)
     assert not config.root_dir.exists(), "no empty folder is left"
+
+
+@pytest.mark.parametrize(("keep", "task"), [(True, "DFlashAll"), (False, "WriteReport")])
+def test_smoke_ends_with_no_path_that_it_deletes(
+    run_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, keep: bool, task: str
+) -> None:
+    """What it starts; the finished run that other tests look at was made by it."""
+    commands: list[list[str]] = []
+    failed = subprocess.CompletedProcess([], 30)
+    monkeypatch.setattr(smoke.subprocess, "run", lambda command, **options: commands.append(command) or failed)
+    with pytest.raises(ProcessError, match="exit status 30"):
+        smoke.run_smoke(RunConfig.load(run_file()), rows=10, steps=2, keep=keep, say=print)
+    assert commands[0][commands[0].index("pipelines") + 1] == task
 
 
 @pytest.mark.parametrize("value", [1, 1.5, True, 'a"b\n', ["x", 2], {"k": [1]}, {"a.b c": "é 😀"}, {}, 123_456_789])

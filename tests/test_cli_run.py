@@ -233,6 +233,10 @@ def test_show_some_layers_and_tokens(command: Command) -> None:
     assert [row["layer_id"] for row in found["layers"]] == [2, 0]
     expected = opened[1].hidden_states(layers=opened.positions([2, 0]), tokens=slice(5, 9)).float()
     assert found["layers"][0]["values"] == pytest.approx(expected[0, 0, :2].tolist())
+    whole = json.loads(command("show", 1, "--json").stdout)
+    assert (found["tokens"], found["num_tokens"], whole["tokens"]) == ([5, 9], len(whole["input_ids"]), [0, len(whole["input_ids"])])
+    assert (found["input_ids"], found["loss_mask"]) == (whole["input_ids"][5:9], whole["loss_mask"][5:9])
+    assert found["text"] and found["text"] in whole["text"]
     assert found["layers"][1]["rms"]["max"] == pytest.approx(float(expected[:, 1].square().mean(-1).sqrt().max()))
     assert command("show", 1, "--tokens", "3").output.count("\n") < 12
     last = len(opened[1].input_ids) - 1

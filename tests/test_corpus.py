@@ -283,6 +283,23 @@ def test_files_folders_and_globs(
     assert "a.jsonl is named more than once" in printed and "empty.jsonl is empty" in printed
 
 
+@pytest.mark.parametrize(
+    ("rows", "fraction", "said"),
+    [
+        (4, 0.0, "Warning: no conversation is held out, so there will be no tau_replay; raise [corpus] heldout_fraction"),
+        (1, 0.1, "Warning: no conversation is held out, since all have one prompt"),
+        (4, 0.1, None),
+    ],
+)
+def test_a_corpus_with_nothing_held_out_says_so(
+    run_file: RunFile, capsys: pytest.CaptureFixture[str], rows: int, fraction: float, said: str | None
+) -> None:
+    corpus = prepared(run_file(rows=rows, corpus={"heldout_fraction": fraction}))
+    printed = capsys.readouterr().out
+    assert corpus.heldout.any() == (said is None) == ("no conversation is held out" not in printed)
+    assert said is None or said in printed
+
+
 def test_ids_beyond_the_embedding_are_refused(run_file: RunFile, tiny_target: Path, tmp_path: Path) -> None:
     path = run_file()
     folder = tmp_path / "small"

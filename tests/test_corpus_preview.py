@@ -58,5 +58,11 @@ def test_rows_that_are_not_there(path: Path) -> None:
     key = keys.corpus_key(config)
     prepare(config, Layout(config.root_dir).corpus(key), key, Progress(None))
     assert "error: --corpus 2: the corpus has 2 rows, numbered from 0\n" in shown(path, "--corpus", "2", status=1)
+    file = path.parent / "corpus.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b"}\n')
+    why = f"1 x no messages, the first in {file}:1 (keys are completion, prompt)"
+    assert f"error: --corpus 0: the files have no usable row: {why}\n" in shown(path, "--corpus", "0", status=1)
+    file.write_text("")
+    assert f"error: --corpus 0: the files have no usable row: {file} is empty\n" in shown(path, "--corpus", "0", status=1)
     for arguments in ([], ["0", "--corpus", "0"]):
         assert "name a sample of the store, or a row of the corpus" in shown(path, *arguments, status=2)

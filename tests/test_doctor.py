@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from conftest import write_run_file
 from dflash_offline import environment as environment_module
 from dflash_offline import nvidia
 from dflash_offline.config import RunConfig
-from dflash_offline.doctor import examine, hosts, machine, scheduler, software, storage
+from dflash_offline.doctor import conversations, examine, hosts, machine, scheduler, software, storage
 from dflash_offline.environment import driver, environment, torch_build
 from dflash_offline.watch.gpus import GpuReader
 
@@ -111,7 +113,8 @@ def test_a_gpu_that_cannot_train_with_the_settings_fails(tmp_path: Path, monkeyp
 def test_conversation_files_are_looked_for(tmp_path: Path, tiny_target: Path) -> None:
     def check(names: list[str], **sections: dict[str, object]) -> machine.Check:
         path = write_run_file(tmp_path, model=tiny_target, files=names, **sections)
-        (found,) = (each for each in machine.drafters(RunConfig.load(path)) if each.name in ("[corpus] files", "[regenerate] prompts"))
+        checks = conversations.conversations(RunConfig.load(path))
+        (found,) = (each for each in checks if each.name in ("[corpus] files", "[regenerate] prompts"))
         return found
 
     (tmp_path / "there.jsonl").write_text("{}\n")
@@ -121,6 +124,75 @@ def test_conversation_files_are_looked_for(tmp_path: Path, tiny_target: Path) ->
     assert check(["-", "some-owner/some-set", "*.jsonl"]).found == "1 file, standard input, data set some-owner/some-set"
     prompts = check([], regenerate={"prompts": ["gone.jsonl"]})
     assert (prompts.name, prompts.level) == ("[regenerate] prompts", "fail") and "'gone.jsonl' matches no file" in prompts.found
+
+
+@pytest.fixture
+def looked_at(tmp_path: Path, tiny_target: Path) -> Callable[..., dict[str, conversations.Check]]:
+    """Lines about a file of these rows; ``without`` names files that the target's folder lacks."""
+
+    def look(rows: str, *, without: str = "", **sections: dict[str, object]) -> dict[str, conversations.Check]:
+        model = Path(shutil.copytree(tiny_target, tmp_path / "target", dirs_exist_ok=True))
+        for name in without.split():
+            (model / name).unlink()
+        (tmp_path / "rows.jsonl").write_text(rows)
+        files = [] if "regenerate" in sections else [tmp_path / "rows.jsonl"]
+        config = RunConfig.load(write_run_file(tmp_path, model=model, files=files, **sections))
+        return {check.name: check for group in (conversations.conversations, machine.drafters) for check in group(config)}
+
+    return look
+
+
+CHAT = json.dumps({"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is two."}]}) + "\n"
+
+
+def test_a_tokenizer_without_a_chat_template_fails(looked_at: Callable[..., dict[str, conversations.Check]], tmp_path: Path) -> None:
+    found = looked_at(CHAT)
+    assert (found["tokenizer"].found, found["chat template"].level) == ("500 tokens", "ok")
+    assert found["chat template"].found == "the tokenizer's own, an answer ends with <|im_end|>"
+    found = looked_at(CHAT, without="chat_template.jinja")
+    assert found["chat template"].level == "fail" and "has no chat template; name a Jinja file" in found["chat template"].found
+    assert found["chat template"].advice and "first row" not in found and found["drafter"].level == "ok"
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    found = looked_at(CHAT, corpus={"chat_template": "mine.jinja"})
+    assert found["chat template"].found == "mine.jinja, an answer ends with no control token"
+
+
+def test_a_folder_without_a_tokenizer_is_no_fault_of_the_drafter(looked_at: Callable[..., dict[str, conversations.Check]]) -> None:
+    found = looked_at(CHAT, without="tokenizer.json")
+    assert found["tokenizer"].level == "fail" and found["tokenizer"].advice
+    assert found["tokenizer"].found.endswith("/target: no tokenizer.json in the folder; put the tokenizer's files beside the weights")
+    assert "drafter" not in found and "chat template" not in found
+
+
+@pytest.mark.parametrize(
+    ("rows", "level", "said"),
+    [
+        (CHAT, "ok", r"/rows\.jsonl:1, \d\d tokens"),
+        (f"{{}}\n\n{CHAT}", "ok", r"/rows\.jsonl:3, \d\d tokens; 1 of 2 rows looked at cannot be used"),
+        ("", "fail", r"/rows\.jsonl is empty"),
+        (
+            '{"prompt": "a", "completion": "b"}\n' * 3,
+            "fail",
+            r"3 rows looked at, none can be used: 3 x no messages, the first in .*/rows\.jsonl:1 \(keys are completion, prompt\)",
+        ),
+        ("{}\n" * 120 + CHAT, "warn", r"100 rows looked at, none can be used: 100 x no messages, .*"),
+        ("no row at all", "fail", r".*/rows\.jsonl: no known format .*"),
+    ],
+)
+def test_the_first_row_is_looked_for(
+    looked_at: Callable[..., dict[str, conversations.Check]], tmp_path: Path, rows: str, level: str, said: str
+) -> None:
+    check = looked_at(rows)["first row"]
+    assert check.level == level and re.fullmatch(said, check.found.replace(f"{tmp_path}/", "/")), check
+    assert bool(check.advice) == (level != "ok")
+
+
+def test_the_first_prompt_to_be_answered_is_looked_for(looked_at: Callable[..., dict[str, conversations.Check]]) -> None:
+    section = {"prompts": ["rows.jsonl"], "max_new_tokens": 7}
+    check = looked_at('{"x": 1}\n{"prompt": "1 + 1?"}\n', regenerate=section)["first row"]
+    assert check.level == "ok" and re.search(r"rows\.jsonl:2, \d\d tokens with the longest answers; 1 of 2 rows", check.found), check
+    check = looked_at('{"x": 1}\n', regenerate=section)["first row"]
+    assert check.level == "fail" and "rows.jsonl:1" in check.found and "[regenerate] prompts" in check.advice
 
 
 def test_drafters_of_the_demo_model_are_looked_at_once_it_is_converted(

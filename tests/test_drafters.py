@@ -25,7 +25,7 @@ from dflash_offline.cli import main
 from dflash_offline.config import RunConfig
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import read_json, read_manifest
-from dflash_offline.report.ranking import interval_of_mean, ranked
+from dflash_offline.report.ranking import Ranked, interval_of_mean, is_tied, ranked
 from dflash_offline.tidy import prune_plan
 
 TRAIN = {"mode": "independent", "epochs": 2}
@@ -124,9 +124,8 @@ def test_a_drafter_that_fails_takes_nothing_from_the_others(three: tuple[Path, s
         rf"luigi: error: TrainDrafter broken: train-broken-0 failed: .*not finite.*; its log is {re.escape(str(log))}", last[2]
     )
     assert "Traceback" not in output
-    assert re.search(r"^train-[\w.]+: queued: waits for 1 of CPU place 1, CPU place 2$", output, flags=re.MULTILINE), (
-        "two cores, three drafters"
-    )
+    said = r"^train-[\w.]+: queued: waits until another drafter's processes leave the CPU cores$"
+    assert re.search(said, output, flags=re.MULTILINE), "two cores, three drafters"
 
 
 def test_the_others_are_ranked_without_being_made_again(three: tuple[Path, str, str]) -> None:
@@ -137,7 +136,8 @@ def test_the_others_are_ranked_without_being_made_again(three: tuple[Path, str, 
     assert best.length is not None and other.length is not None and best.length >= other.length
     last = output.splitlines()[-7:]
     assert last[0].startswith("drafter: out/exports/") and (folder / last[0].removeprefix("drafter: ") / "model.safetensors").is_file()
-    assert last[2] == f"acceptance length: {best.length:.2f}" and last[3] == f"best of 2 drafters: {best.name}"
+    assert last[2] == f"acceptance length: {best.length:.2f}"
+    assert last[3] == f"best of 2 drafters: {best.name}{' (intervals overlap)' if is_tied([best, other]) else ''}"
     assert last[4].startswith(f"1. {best.name}: {best.figures()}, out/exports/") and last[5].startswith(f"2. {other.name}: ")
     assert [one.config.drafter.block_size for one in sorted((best, other), key=lambda one: one.name)] == [4, 3]
 
@@ -227,6 +227,21 @@ def test_a_name_is_asked_of_luigi_too(three: tuple[Path, str, str]) -> None:
     folder = three[0]
     assert "name one of shallow, small.blocks with --drafter" in run(folder, "TrainDrafter", status=1).splitlines()[-1]
     assert started(run(folder, "TrainDrafter", "--drafter", "shallow")) == []
+
+
+@pytest.mark.parametrize(
+    ("intervals", "tied"),
+    [
+        ([(2.0, 2.4), (1.7, 2.1)], True),
+        ([(2.0, 2.4), (1.5, 1.9)], False),
+        ([(2.0, 2.4), None, (1.5, 2.0)], True),
+        ([None, (1.5, 1.9)], False),
+        ([(2.0, 2.4)], False),
+    ],
+)
+def test_drafters_whose_intervals_overlap_are_tied(intervals: list[tuple[float, float] | None], tied: bool) -> None:
+    config = RunConfig.model_validate({"target": {"model": "x"}, "corpus": {"files": ["c.jsonl"]}})
+    assert is_tied([Ranked(config, 2.0, interval, None, Path("export")) for interval in intervals]) is tied
 
 
 def test_interval_of_a_mean_is_narrower_than_its_parts() -> None:

@@ -65,6 +65,20 @@ def test_a_cpu_has_places_for_whole_drafters(tmp_path: Path, monkeypatch: pytest
     assert len(places.evaluation_share(config, "a", locks=Path("locks")).gpus) == 5
 
 
+def test_a_drafter_that_waits_for_cores_says_what_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2)))
+    config = load(tmp_path, 'gpus = "cpu"\nranks = 2', 'name = "a"', 'name = "b"')
+    said: list[str] = []
+
+    def tick() -> None:
+        raise TimeoutError
+
+    first, second = (places.training_share(config, name, locks=tmp_path) for name in "ab")
+    with first.hold(said.append, tick=tick), pytest.raises(TimeoutError), second.hold(said.append, tick=tick):
+        pytest.fail("both hold the two cores")
+    assert said == ["queued: waits until another drafter's processes leave the CPU cores"]
+
+
 def test_gpus_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load(tmp_path, 'gpus = "all"', 'name = "a"\ngpus = [0, 9]', 'name = "b"')
     with pytest.raises(ConfigError, match=r"\[\[drafters\]\] a: gpus = \[0, 9\]: .* there is no GPU 9"):

@@ -92,6 +92,15 @@ def test_padded_vocabulary_counts_rows_of_the_embedding(target_copy: Path) -> No
     assert len(load_tokenizer(target_copy)) == 500
 
 
+def test_a_tokenizer_that_cannot_be_loaded_says_what_to_do(target_copy: Path) -> None:
+    (target_copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(TargetError, match=r"its tokenizer cannot be loaded \(.+\); copy the tokenizer's files there again"):
+        load_tokenizer(target_copy)
+    (target_copy / "tokenizer.json").unlink()  # settings alone are no tokenizer
+    with pytest.raises(TargetError, match=r"no tokenizer\.json in the folder; put the tokenizer's files beside the weights"):
+        load_tokenizer(target_copy)
+
+
 def test_quantised_head_is_refused(target_copy: Path) -> None:
     def quantise(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = (tensors["lm_head.weight"] * 10).to(torch.int8)

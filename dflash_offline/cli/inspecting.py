@@ -169,7 +169,7 @@ def find_sample(store: "HiddenStateStore", which: str) -> int:
     "--corpus", "row", type=click.IntRange(min=0), help="Show this row of the corpus instead; needs no store, nor a prepared corpus."
 )
 @click.option("--layers", help="Layer ids, separated by commas; all captured ones when left out.")
-@click.option("--tokens", callback=_token_range, help="Token range a:b.")
+@click.option("--tokens", callback=_token_range, help="Token range a:b; --json gives ids, mask and text of it alone.")
 @click.option("--values", type=click.IntRange(min=0), default=4, show_default=True, help="First values shown of each layer.")
 def show(
     sample: str | None,
@@ -210,7 +210,9 @@ def show(
     ids, mask = found["input_ids"][tokens], found["loss_mask"][tokens]
     runs = _text_runs(ids, mask, config)
     if as_json:
-        echo_json(found | {"text": None if runs is None else "".join(text for text, _ in runs)})
+        first, last, _ = tokens.indices(length)
+        text = None if runs is None else "".join(text for text, _ in runs)
+        echo_json(found | {"num_tokens": length, "tokens": [first, last], "input_ids": ids, "loss_mask": mask, "text": text})
         return
     click.echo(
         f"sample {number} ({found['part']}, number {found['index']}), {counted(len(found['input_ids']), 'token')}, "

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dflash_offline.config import RunConfig
 
 DEFAULT = Path("run.toml")
+_EMBEDDED_SAID = f"{__name__}.embedded_said"
 
 config_option = click.option(
     "--config", type=click.Path(path_type=Path), help="Run file; run.toml of this folder, or else the embedded one, when left out."
@@ -23,7 +24,11 @@ def load_run(config: Path | None) -> "RunConfig":
     from dflash_offline.config import EMBEDDED, RunConfig
 
     if config is None and not DEFAULT.exists():
-        click.echo("no run.toml in this folder: using the embedded run file (SmolLM2-135M on the CPU)", err=True)
+        context = click.get_current_context(silent=True)
+        said = {} if context is None else context.meta  # a command may ask for its run file more than once
+        if not said.get(_EMBEDDED_SAID):
+            click.echo("no run.toml in this folder: using the embedded run file (SmolLM2-135M on the CPU)", err=True)
+            said[_EMBEDDED_SAID] = True
         return RunConfig.load(EMBEDDED)
     return RunConfig.load(config if config is not None else DEFAULT)
 

@@ -65,6 +65,7 @@ def plan(
 
     Exit status 1 when the store cannot fit on the disk, another root writes into it, or no conversation can be used.
     """
+    from dflash_offline.corpus import none_heldout, peek
     from dflash_offline.errors import CorpusError, DFlashError, StoreError, StoreFullError
     from dflash_offline.estimate import estimate
     from dflash_offline.inputs import take_stdin
@@ -74,10 +75,14 @@ def plan(
     take_stdin(run, lambda text: click.echo(text, err=True))
     found = estimate(run, sample=sample, capture_tokens_per_s=capture_tokens_per_s, train_tokens_per_s=train_tokens_per_s)
     if not found.rows:
+        among = f" among the {counted(found.rows_read, 'row')} read" if found.rows_read else ""
+        where = "[regenerate] prompts" if run.regenerates else "[corpus] files"
+        why = peek(run, sample).why_none
         raise CorpusError(
-            f"{run.source.name}: no conversation can be trained on among the {found.rows_read:,} rows read; "
-            "`luigi --module pipelines PrepareCorpus` counts the reasons and names the first row of each"
+            f"{run.source.name}: no conversation can be trained on{among}: {why}; mend the rows, or name other files in {where}"
         )
+    if run.corpus.heldout_fraction == 0 or found.rows == 1:
+        found.warnings.append(none_heldout(run))
     if as_json:
         echo_json(found.to_dict())
     else:

@@ -16,7 +16,7 @@ In reading order:
 ``python -m dflash_offline.corpus`` is the stage: it prepares the corpus and plans its capture.
 """
 
-from dflash_offline.corpus.preparation import corpus_files, prepare
+from dflash_offline.corpus.preparation import corpus_files, none_heldout, prepare
 from dflash_offline.corpus.preview import Peek, Shown, peek, render, show
 from dflash_offline.corpus.schema import Conversation, RowRejected, parse_row
 from dflash_offline.corpus.storage import Corpus, CorpusRow, row_hash
@@ -29,6 +29,7 @@ __all__ = [
     "RowRejected",
     "Shown",
     "corpus_files",
+    "none_heldout",
     "parse_row",
     "peek",
     "prepare",

@@ -135,6 +135,8 @@ def _prepare(config: RunConfig, folder: Path, key: str, progress: Progress) -> N
     packed = why_padded_batches(config) is None
     for line in summary(content, lengths, tokens_per_batch=config.corpus.tokens_per_batch, packed=packed):
         progress.say(line)
+    if not heldout.any():
+        progress.say(f"Warning: {none_heldout(config)}")
     write_manifest(folder, kind="corpus", key=key, files=files, **content)
     progress.update(done=total_bytes, text="corpus is ready", force=True)
 
@@ -209,6 +211,13 @@ def split_heldout(prompt_hashes: np.ndarray, fraction: float) -> np.ndarray:
         elif heldout.all():
             heldout = prompt_hashes != prompt_hashes.max()
     return heldout
+
+
+def none_heldout(config: RunConfig) -> str:
+    """What is said where no conversation is held out: nothing then tells learning from learning by heart."""
+    if config.corpus.heldout_fraction == 0:
+        return "no conversation is held out, so there will be no tau_replay; raise [corpus] heldout_fraction"
+    return "no conversation is held out, since all have one prompt, so there will be no tau_replay; add conversations with other prompts"
 
 
 def summary(content: dict[str, Any], lengths: np.ndarray, *, tokens_per_batch: int, packed: bool) -> list[str]:

@@ -10,11 +10,12 @@ from dflash_offline import keys
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.preparation import corpus_files
 from dflash_offline.corpus.reading import Block, decode_block, read_file
-from dflash_offline.corpus.rows import RowMaker, RowOptions
+from dflash_offline.corpus.rows import Counts, RowMaker, RowOptions
 from dflash_offline.corpus.schema import RowRejected
 from dflash_offline.corpus.storage import Corpus
 from dflash_offline.corpus.template import ChatTemplate, load_source, load_template
 from dflash_offline.errors import CorpusError
+from dflash_offline.figures import counted
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST
 
@@ -58,12 +59,15 @@ def show(config: RunConfig, index: int) -> Shown:
 
 
 def _show_unprepared(config: RunConfig, index: int) -> Shown:
-    paths = [path for path in corpus_files(config) if path.stat().st_size]
+    files = corpus_files(config)
+    paths = [path for path in files if path.stat().st_size]
     maker = RowMaker(RowOptions.of(config, load_source(config)), [str(path) for path in paths])
-    before = 0
+    before, counts = 0, Counts()
     for number, path in enumerate(paths):
         for block in read_file(path, number):
-            arrays = maker(block).arrays
+            result = maker(block)
+            arrays = result.arrays
+            counts.add(result.counts)
             count = 0 if arrays is None else len(arrays["lengths"])
             if arrays is None or index >= before + count:
                 before += count
@@ -75,7 +79,14 @@ def _show_unprepared(config: RunConfig, index: int) -> Shown:
             origin = f"{path}:{arrays['line'][place]}"
             runs = _runs(maker.template, ids, mask)
             return Shown(origin, len(ids), int(np.count_nonzero(mask)), runs, ["not prepared yet"])
-    raise CorpusError(f"--corpus {index}: the files have {before:,} usable rows, numbered from 0")
+    if not before:
+        raise CorpusError(f"--corpus {index}: the files have no usable row: {_why_none(counts, files)}")
+    raise CorpusError(f"--corpus {index}: the files have {counted(before, 'usable row')}, numbered from 0")
+
+
+def _why_none(counts: Counts, files: list[Path]) -> str:
+    """Why the files, of which ``counts`` tells, have no usable row."""
+    return counts.why_rejected() or (f"{files[0]} is empty" if len(files) == 1 else f"all {len(files):,} files are empty")
 
 
 def render(config: RunConfig, corpus: Corpus, index: int) -> list[tuple[str, bool]]:
@@ -105,6 +116,8 @@ class Peek:
         rejected: those of them that cannot be used.
         share_read: of all bytes of all files.
         is_bound: the answers are not written yet, and count as long as they may become.
+        first: ``file:line`` of the first usable row; None when there is none.
+        why_none: where there is no usable row, the reasons and the first row of each.
     """
 
     lengths: np.ndarray
@@ -113,6 +126,8 @@ class Peek:
     rejected: int
     share_read: float
     is_bound: bool = False
+    first: str | None = None
+    why_none: str = ""
 
     @property
     def estimated_rows(self) -> int:
@@ -135,9 +150,10 @@ def peek(config: RunConfig, num_rows: int) -> Peek:
     from dflash_offline.regenerate import is_answered, prompt_files
 
     is_bound = config.regenerates and not is_answered(config)
-    paths = [path for path in (prompt_files(config) if is_bound else corpus_files(config)) if path.stat().st_size]
-    measure = _prompt_lengths(config) if is_bound else _row_lengths(config, paths)
-    lengths, supervised, records, rejected, read = [np.zeros(0, dtype=np.int32)], 0, 0, 0, 0.0
+    files = prompt_files(config) if is_bound else corpus_files(config)
+    paths = [path for path in files if path.stat().st_size]
+    measure = (_prompt_lengths if is_bound else _row_lengths)(config, paths)
+    lengths, supervised, counts, read, first = [np.zeros(0, dtype=np.int32)], 0, Counts(), 0.0, None
     most_prompts = config.regenerate.max_prompts if is_bound else None
     wanted = -(-min(num_rows, most_prompts or num_rows) // max(1, len(paths)))
     for i, path in enumerate(paths):
@@ -146,10 +162,11 @@ def peek(config: RunConfig, num_rows: int) -> Peek:
             num_block_rows = _rows_in(block)
             share = min(1.0, (wanted - taken) / max(1, num_block_rows))
             found = measure(_first_rows(block, wanted - taken))
-            records += found.records
-            rejected += found.rejected
-            taken += found.records
+            counts.add(found.counts)
+            taken += found.counts.records
             lengths.append(found.lengths)
+            if first is None and found.first_line is not None:
+                first = f"{path}:{found.first_line}"
             supervised += found.supervised_tokens
             if taken >= wanted or share < 1:
                 read += path.stat().st_size * min(1.0, taken / max(1, num_block_rows) * block.position / path.stat().st_size)
@@ -159,16 +176,27 @@ def peek(config: RunConfig, num_rows: int) -> Peek:
     total = sum(path.stat().st_size for path in paths)
     share = read / total if total else 0.0
     if most_prompts is not None:
-        share = min(1.0, max(share, records / most_prompts))
-    return Peek(np.concatenate(lengths), supervised, records, rejected, share, is_bound)
+        share = min(1.0, max(share, counts.records / most_prompts))
+    return Peek(
+        np.concatenate(lengths),
+        supervised,
+        counts.records,
+        sum(counts.rejected.values()),
+        share,
+        is_bound,
+        first,
+        "" if first is not None else _why_none(counts, files),
+    )
 
 
 @dataclass(frozen=True)
 class _Measured:
+    """A block's usable rows, and the line of the first of them."""
+
     lengths: np.ndarray
     supervised_tokens: int
-    records: int
-    rejected: int
+    counts: Counts
+    first_line: int | None
 
 
 def _row_lengths(config: RunConfig, paths: list[Path]) -> Callable[[Block], _Measured]:
@@ -176,36 +204,40 @@ def _row_lengths(config: RunConfig, paths: list[Path]) -> Callable[[Block], _Mea
 
     def measure(block: Block) -> _Measured:
         result = maker(block)
-        records, rejected = result.counts.records, sum(result.counts.rejected.values())
-        if result.arrays is None:
-            return _Measured(np.zeros(0, dtype=np.int32), 0, records, rejected)
-        return _Measured(result.arrays["lengths"], int(np.count_nonzero(result.arrays["loss_mask"])), records, rejected)
+        arrays = result.arrays
+        if arrays is None:
+            return _Measured(np.zeros(0, dtype=np.int32), 0, result.counts, None)
+        return _Measured(arrays["lengths"], int(np.count_nonzero(arrays["loss_mask"])), result.counts, int(arrays["line"][0]))
 
     return measure
 
 
-def _prompt_lengths(config: RunConfig) -> Callable[[Block], _Measured]:
+def _prompt_lengths(config: RunConfig, paths: list[Path]) -> Callable[[Block], _Measured]:
     from dflash_offline.regenerate import parse_turns
 
     template, section, most = load_template(config), config.regenerate, config.corpus.max_length
 
     def measure(block: Block) -> _Measured:
-        lengths, supervised, records = [], 0, 0
-        for _, row in decode_block(block):
-            records += row is not None
-            if row is None or isinstance(row, RowRejected):
+        lengths, supervised, counts, first = [], 0, Counts(), None
+        for line, row in decode_block(block):
+            if row is None:
                 continue
+            counts.records += 1
             try:
+                if isinstance(row, RowRejected):
+                    raise row
                 turns = parse_turns(row, roles=config.corpus.roles)[: section.max_turns]
                 history = [message for turn in turns for message in (*turn, {"role": "assistant", "content": "x"})]
                 messages, _, mark = template.mark(history, None)
                 asked = len(template.encode(template.render(messages), mark).ids)
-            except RowRejected:
+            except RowRejected as error:
+                counts.reject(error.reason, f"{paths[block.file_index]}:{line}", error.detail)
                 continue
+            first = line if first is None else first
             answered = len(turns) * section.max_new_tokens
             lengths.append(min(most, asked + answered))
             supervised += min(answered, lengths[-1])
-        return _Measured(np.array(lengths, dtype=np.int32), supervised, records, records - len(lengths))
+        return _Measured(np.array(lengths, dtype=np.int32), supervised, counts, first)
 
     return measure
 

@@ -61,6 +61,14 @@ class Counts:
         if len(shown) < EXAMPLES:
             shown.append(f"{where}: {detail}" if detail else where)
 
+    def why_rejected(self) -> str:
+        """The most frequent reasons, each with its first row: ``3 x no messages, the first in c.jsonl:1 (keys are a, b)``."""
+        texts = []
+        for reason, count in self.rejected.most_common(4):
+            where, _, detail = self.examples[reason][0].partition(": ")
+            texts.append(f"{count:,} x {reason}, the first in {where}{f' ({detail})' if detail else ''}")
+        return "; ".join(texts)
+
     def add(self, other: "Counts") -> None:
         self.records += other.records
         self.blank += other.blank

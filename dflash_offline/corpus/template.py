@@ -86,7 +86,9 @@ def load_source(config: RunConfig) -> TemplateSource:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.target.trust_remote_code, local_files_only=True)
     except Exception as error:  # every kind of damage raises another type
-        raise CorpusError(f"{folder}: the tokenizer cannot be loaded ({_one_line(error)})") from None
+        from dflash_offline.target.tokens import why_no_tokenizer  # late for torch's sake
+
+        raise CorpusError(why_no_tokenizer(folder, error)) from None
     finally:
         logging.set_verbosity(verbosity)
     if not getattr(tokenizer, "is_fast", False):

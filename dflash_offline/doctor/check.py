@@ -22,7 +22,7 @@ class Check:
 
 def examine(config: RunConfig) -> list[Check]:
     """All checks for a run file on this machine, in the order they are printed."""
-    from dflash_offline.doctor import hosts, machine, scheduler, software, storage
+    from dflash_offline.doctor import conversations, hosts, machine, scheduler, software, storage
 
     groups: list[Callable[[RunConfig], Iterator[Check]]] = [
         software.python,
@@ -31,6 +31,7 @@ def examine(config: RunConfig) -> list[Check]:
         machine.gpus,
         hosts.hosts,
         machine.target,
+        conversations.conversations,
         machine.drafters,
         machine.limits,
         storage.disk,

@@ -1,6 +1,5 @@
 """The machine: its GPUs, the target's folder, memory, limits of the shell that starts the run."""
 
-import contextlib
 import os
 import resource
 import shutil
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from dflash_offline.config import DEMO_MODEL, RunConfig
 from dflash_offline.doctor.check import Check, wants_gpu
+from dflash_offline.doctor.conversations import folder_to_look_into, tokenizer
 from dflash_offline.errors import DFlashError
 from dflash_offline.figures import bytes_text, counted
 from dflash_offline.prompts import data_sets
@@ -67,14 +67,10 @@ def target(config: RunConfig) -> Iterator[Check]:
 
 
 def drafters(config: RunConfig) -> Iterator[Check]:
-    """What later stages would refuse: the shape of each drafter, the files of conversations and of prompts."""
-    from dflash_offline import demo, identity
-
+    """What later stages would refuse: the shape of each drafter, the files of prompts."""
     yield from _settings_of_gpus(config)
-    folder = None
-    with contextlib.suppress(DFlashError):  # then ``target`` has said so
-        folder = identity.target_folder(config)
-    if folder is not None and (config.target.model != DEMO_MODEL or demo.is_converted()):
+    folder = folder_to_look_into(config)
+    if folder is not None and tokenizer(folder).level == "ok":  # else a line of its own has said so
         from dflash_offline.drafter import planned_shape
 
         for each in config.each_drafter():
@@ -87,7 +83,6 @@ def drafters(config: RunConfig) -> Iterator[Check]:
                 yield Check(name, "ok", f"{text}mask token {shape.mask_token_id}{start}")
             except DFlashError as error:
                 yield Check(name, "fail", str(error), "mend its settings in the run file")
-    yield _conversations(config)
     try:
         sets = data_sets(config)
         found = f"{counted(len(sets), 'file')}, {counted(sum(map(len, sets.values())), 'prompt')}"
@@ -109,28 +104,6 @@ def _settings_of_gpus(config: RunConfig) -> Iterator[Check]:
             check_settings(each.train, devices, where=each.where("train"))
         except DFlashError as error:
             yield Check(f"settings {each.name}".rstrip(), "fail", str(error), "change the setting, or name other GPUs in the run file")
-
-
-def _conversations(config: RunConfig) -> Check:
-    """The files that the corpus is made from, or whose prompts are answered first. No stream is read, no data set loaded."""
-    from dflash_offline.corpus import corpus_files
-    from dflash_offline.inputs import STDIN, is_dataset_name
-
-    name = "[regenerate] prompts" if config.regenerates else "[corpus] files"
-    patterns = config.regenerate.prompts if config.regenerates else config.corpus.files
-    unseen = [each for each in patterns if each == STDIN or (not config.path(each).exists() and is_dataset_name(each, config.path(each)))]
-    named = [each for each in patterns if each not in unseen]
-    try:
-        if config.regenerates:
-            files = len(config.files(named, where=name))
-        else:
-            files = (
-                len(corpus_files(config.model_copy(update={"corpus": config.corpus.model_copy(update={"files": named})}))) if named else 0
-            )
-    except (DFlashError, OSError) as error:
-        return Check(name, "fail", str(error), f"mend {name} in the run file")
-    texts = [counted(files, "file")] if named else []
-    return Check(name, "ok", ", ".join([*texts, *("standard input" if each == STDIN else f"data set {each}" for each in unseen)]))
 
 
 def limits(config: RunConfig) -> Iterator[Check]:

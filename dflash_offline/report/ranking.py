@@ -53,6 +53,14 @@ def ranked(config: RunConfig) -> list[Ranked]:
     return sorted(found, key=lambda one: (-_or_least(one.length), -_or_least(one.replay)))
 
 
+def is_tied(found: list[Ranked]) -> bool:
+    """Whether the best drafter's interval overlaps that of another one: then the order may be chance."""
+    best, *others = found
+    return best.interval is not None and any(
+        other.interval is not None and other.interval[1] >= best.interval[0] and other.interval[0] <= best.interval[1] for other in others
+    )
+
+
 def _or_least(value: float | None) -> float:
     return -math.inf if value is None or not math.isfinite(value) else value
 

@@ -9,6 +9,16 @@ from dflash_offline.gguf import find_gguf
 from dflash_offline.target.facts import TargetFacts, facts
 
 _log = logging.getLogger(__name__)
+# Files that tokens are read from: a folder with none of them has no tokenizer, whatever its settings say
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json", "*.gguf")
+
+
+def why_no_tokenizer(folder: Path, error: BaseException) -> str:
+    """Why a folder's tokenizer could not be loaded, and what to do."""
+    if not any(path for pattern in _VOCABULARIES for path in Path(folder).glob(pattern)):
+        return f"{folder}: no tokenizer.json in the folder; put the tokenizer's files beside the weights"
+    what = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"{folder}: its tokenizer cannot be loaded ({what}); copy the tokenizer's files there again"
 
 
 def load_tokenizer(folder: Path, chat_template_path: Path | None = None) -> Any:
@@ -25,8 +35,7 @@ def load_tokenizer(folder: Path, chat_template_path: Path | None = None) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **extra)
     except (ValueError, OSError, KeyError, ImportError, TypeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TargetError(f"{folder}: its tokenizer cannot be loaded ({first[:200]})") from None
+        raise TargetError(why_no_tokenizer(folder, error)) from None
     if not tokenizer.is_fast:
         raise TargetError(
             f"{folder}: its tokenizer has no fast form (tokenizer.json); character offsets, which loss masks are made from, need one"
