@@ -12,9 +12,11 @@ from conftest import write_run_file
 from test_capture import Run
 
 from dflash_offline import identity
+from dflash_offline.config import RunConfig
+from dflash_offline.corpus.template import load_template
 from dflash_offline.errors import TargetError
 from dflash_offline.store import HiddenStateStore
-from dflash_offline.target import facts, load_embedding_and_head, load_ending, load_target
+from dflash_offline.target import facts, load_embedding_and_head, load_ending, load_target, load_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the extra 'demo' is not installed")
 
@@ -36,7 +38,8 @@ def pair_up(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, model: torch.nn.Module) -> None:
+def write_gguf(path: Path, model: torch.nn.Module, tokenizer_dir: Path | None = None) -> None:
+    """``tokenizer_dir``: a byte-pair tokenizer to put into it."""
     config = model.config
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -58,6 +61,16 @@ def write_gguf(path: Path, model: torch.nn.Module) -> None:
             if "q_proj" in ours or "k_proj" in ours:
                 weight = pair_up(weight, config.num_attention_heads if "q_proj" in ours else config.num_key_value_heads)
             writer.add_tensor(f"blk.{i}.{theirs}.weight", weight.contiguous().numpy())
+    if tokenizer_dir is not None:
+        own, raw = load_tokenizer(tokenizer_dir), json.loads((tokenizer_dir / "tokenizer.json").read_text())
+        special = {each["content"]: each["id"] for each in raw["added_tokens"]}
+        tokens = sorted(raw["model"]["vocab"] | special, key=(raw["model"]["vocab"] | special).get)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([3 if token in special else 1 for token in tokens])
+        writer.add_token_merges([" ".join(pair) if isinstance(pair, list) else pair for pair in raw["model"]["merges"]])
+        writer.add_eos_token_id(own.eos_token_id)
+        writer.add_chat_template(own.chat_template)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -117,6 +130,12 @@ def test_folder_with_a_gguf_file_and_a_tokenizer_is_captured(tmp_path: Path, tin
     with torch.inference_mode():
         want = model(ids, output_hidden_states=True).hidden_states[2][0]
     assert (store[0].hidden_states()[:, 1].float() - want).norm() < 0.01 * want.norm()
+
+
+def test_a_gguf_file_alone_brings_its_tokenizer_and_template(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", make_model(vocab_size=512), tiny_tokenizer_dir)
+    template = load_template(RunConfig.load(write_run_file(tmp_path / "run", model=tmp_path, files=[tmp_path / "none.jsonl"])))
+    assert load_tokenizer(tiny_tokenizer_dir).eos_token in template.enders
 
 
 def test_two_gguf_files_are_refused(tmp_path: Path) -> None:

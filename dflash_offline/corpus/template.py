@@ -22,6 +22,7 @@ from dflash_offline import identity
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.schema import RowRejected
 from dflash_offline.errors import CorpusError
+from dflash_offline.gguf import find_gguf
 
 # (opening, closing) of thinking text, as target families write it
 THINKING = (
@@ -81,10 +82,12 @@ def load_source(config: RunConfig) -> TemplateSource:
     from transformers.utils import logging
 
     folder = identity.model_folder(config)
+    gguf = None if (folder / "tokenizer.json").is_file() else find_gguf(folder)  # as ``target.load_tokenizer`` does
+    options = {"trust_remote_code": config.target.trust_remote_code, "local_files_only": True} | ({"gguf_file": gguf.name} if gguf else {})
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.target.trust_remote_code, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:  # every kind of damage raises another type
         from dflash_offline.target.tokens import why_no_tokenizer  # late for torch's sake
 
