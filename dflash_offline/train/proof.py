@@ -38,7 +38,7 @@ TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}  # relative, after all l
 def prove_attention(setup: "Setup", shape: BatchShape) -> attention.Proof:
     """``attention.prove`` with the drafter's head geometry, timed at the size of ``shape``."""
     path, sizes = setup.drafter.attention, head_sizes(setup.shape) | {"dtype": setup.dtype, "device": setup.device}
-    if path.name == "triton":
+    if path.name == "triton" and setup.device.type == "cuda":
         path.compile_kernels(**sizes)
     judged = path.name in KERNELS  # a dense path that was asked for by name may be as slow as it is
     return attention.prove(
