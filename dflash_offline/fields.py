@@ -4,6 +4,7 @@ Both come from the pydantic model itself, so that an error, the reference page a
 """
 
 import difflib
+import re
 import types
 import typing
 from typing import Any, Literal
@@ -40,7 +41,8 @@ def _words(annotation: Any, metadata: typing.Iterable[Any] = (), *, plural: bool
     if origin is tuple:
         return f"a list of {len(arguments)} {_words(arguments[0], plural=True)}"
     if origin is dict or annotation is dict:
-        return "tables" if plural else "a table"
+        values = f" of {_words(arguments[1])}" if arguments and typing.get_origin(arguments[1]) is Literal else ""
+        return ("tables" if plural else "a table") + values
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a section"
     return _NAMES[annotation][plural] + _range(metadata)
@@ -138,7 +140,9 @@ def _line(model: type[BaseModel], tables: dict[str, Any], fault: Any, path: tupl
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    # a URL may hold a password or a key, in front of its host or in its query
+    text = re.sub(r"//[^\s'\"]*@", "//...@", repr(value))
+    text = re.sub(r"(//[^\s'\"?#]*)[?#][^\s'\"]*", r"\1?...", text)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -125,7 +125,10 @@ def target_config(config: RunConfig) -> dict[str, Any]:
         return gguf_config(gguf)
     if not path.is_file():
         raise TargetError(f"{path.parent}: no config.json, so this is no transformers model folder")
-    found = read_json(path)
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise TargetError(f"{path}: cannot be read ({error}); copy the model again") from None
     if not isinstance(found, dict):
         raise TargetError(f"{path}: holds no JSON object, so this is no transformers model folder")
     return found

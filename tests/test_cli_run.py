@@ -384,6 +384,21 @@ def test_a_device_that_is_none_is_refused(command: Command, device: str) -> None
         assert f"{device!r}: give cpu, cuda or cuda:N" in command(*arguments, "--device", device, status=2).output
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [("--temperature", "nan", "give a number from 0"), ("--temperature", "inf", "give a number from 0")]
+    + [("--seed", value, "0<=x<=9223372036854775807") for value in ("-1", str(2**63))],
+)
+def test_a_seed_or_temperature_that_cannot_be_drawn_with_is_refused(command: Command, option: str, value: str, allowed: str) -> None:
+    for arguments in (("generate", "1 + 1?"), ("evaluate",)):
+        assert allowed in command(*arguments, option, value, status=2).output
+
+
+def test_a_prompt_that_is_no_unicode_is_refused(command: Command) -> None:
+    text = command("generate", b"\xff\xfe".decode(errors="surrogateescape"), status=1).output
+    assert "the text is no valid Unicode" in text and "TextEncodeInput" not in text
+
+
 def test_a_gpu_beyond_the_last_one_is_refused(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

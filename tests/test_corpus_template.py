@@ -212,6 +212,13 @@ def test_folder_without_a_template(of_a_copy: tuple[RunConfig, Path]) -> None:
         load_source(of_a_copy[0])
 
 
+def test_a_template_file_that_is_no_text(run_file: Callable[..., Path]) -> None:
+    path = run_file(corpus={"chat_template": "binary.jinja"})
+    path.with_name("binary.jinja").write_bytes(b"\xff\x00\x81")
+    with pytest.raises(CorpusError, match="binary.jinja: the chat template is no UTF-8 text"):
+        load_source(RunConfig.load(path))
+
+
 def test_named_templates_are_used_for_what_they_are_for(of_a_copy: tuple[RunConfig, Path]) -> None:
     config, folder = of_a_copy
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)

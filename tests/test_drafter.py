@@ -286,3 +286,9 @@ def test_a_planned_shape_is_worked_out_once_for_what_it_follows_from(run_file, m
     for _ in range(2):
         with pytest.raises(TargetError, match="is an end token of the target"):
             planned()
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "yarn"}, {"rope_type": "yarn", "factor": "x"}, {"rope_type": "llama3", "factor": 8.0}])
+def test_rotary_scaling_that_is_not_whole_is_an_error(scaling):
+    with pytest.raises(TargetError, match="rotary scaling .* is not whole .*mend the model's config.json"):
+        rotary_frequencies(replace(SHAPE, rope_parameters={"rope_theta": 1e4, **scaling}))

@@ -15,7 +15,7 @@ from tiny_drafters import make_decoder, tensors_of, tiny_shape
 from dflash_offline.config import RunConfig
 from dflash_offline.drafter import Drafter
 from dflash_offline.errors import EvaluateError, ExportError
-from dflash_offline.evaluate import Response, compare, dataset_name, evaluate_folder, read_prompts
+from dflash_offline.evaluate import Response, compare, dataset_name, evaluate_folder, load_decoder, read_prompts
 from dflash_offline.evaluate.comparison import tie_tolerance
 from dflash_offline.evaluate.run import Loop, hold, require_lossless
 from dflash_offline.evaluate.sampling import accept_greedy
@@ -240,3 +240,11 @@ def test_a_drafter_of_another_target_is_refused(tmp_path: Path, tiny_target: Pat
     prompts = [write_lines(tmp_path / "p.jsonl", [{"prompt": "x"}])]
     with pytest.raises(ExportError, match=message):
         evaluate_folder(tiny_target, folder, prompts)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 3.4e38])  # the second one rounds to infinity in bf16
+def test_a_drafter_that_is_not_finite_is_refused(tiny_target: Path, value: float) -> None:
+    drafter = Drafter(tiny_shape())
+    tensors = tensors_of(drafter) | {"fc.weight": torch.full_like(drafter.fc.weight, value)}
+    with pytest.raises(ExportError, match="drafter: fc.weight is not finite in bf16"):
+        load_decoder(tiny_target, drafter.shape, tensors, device="cpu", dtype=torch.float32)

@@ -288,6 +288,16 @@ REFUSALS: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("zlab", lambda c: c["dflash_config"].update(target_layer_ids=[0, 1]), "fc.weight has shape"),
     ("zlab", lambda c: c.update(num_hidden_layers=3, layer_types=["full_attention"] * 3), "11 tensors are missing"),
     ("zlab", lambda c: c.pop("intermediate_size"), "no complete DFlash drafter config"),
+    ("zlab", lambda c: c.update(rms_norm_eps=None), "no rms_norm_eps; this is no complete DFlash drafter config"),
+    ("zlab", lambda c: c.update(rms_norm_eps="a"), "rms_norm_eps is 'a'; it must be a number above 0"),
+    ("zlab", lambda c: c.update(hidden_size=64.0), "hidden_size is 64.0; it must be a whole number"),
+    ("zlab", lambda c: c.update(num_hidden_layers=10**9), "num_hidden_layers is 1000000000; it must be a whole number from 1 to 1024"),
+    ("zlab", lambda c: c["dflash_config"].update(mask_token_id="5"), "mask_token_id is '5'; it must be a whole number"),
+    ("zlab", lambda c: c["dflash_config"].update(target_layer_ids=[0.0, 1, 4]), "do not fit a target of 6 layers"),
+    ("zlab", lambda c: c["rope_parameters"].update(rope_type="yarn", factor="x"), "rotary scaling .* is not whole"),
+    ("zlab", lambda c: c["rope_parameters"].update(rope_type="zz"), "config.json: rotary scaling 'zz' is not supported"),
+    ("speculators", lambda c: c.update(mask_token_id="5"), "mask_token_id is '5'; it must be a whole number"),
+    ("speculators", lambda c: c["transformer_layer_config"].update(rms_norm_eps="a"), "rms_norm_eps is 'a'"),
     ("speculators", lambda c: c.update(sample_from_anchor=True), "sample_from_anchor"),
     ("speculators", lambda c: c.update(draft_vocab_size=100), "pruned vocabulary"),
     ("speculators", lambda c: c.pop("draft_vocab_size"), "32000"),
@@ -376,6 +386,16 @@ def test_unreadable_folders(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ExportError, match="no model.safetensors"):
         read_drafter(folder)
+    index = folder / "model.safetensors.index.json"
+    for content, message in (
+        ([], "index.json: no weight_map"),
+        ({"weight_map": {"a": 5}}, "index.json: weight_map names 5; only files beside the index are read"),
+        ({"weight_map": {"a": "../other/model.safetensors"}}, "weight_map names '../other/model.safetensors'; only files beside"),
+    ):
+        index.write_text(json.dumps(content))
+        with pytest.raises(ExportError, match=message):
+            read_drafter(folder)
+    index.unlink()
     (folder / "config.json").write_text("{")
     with pytest.raises(ExportError, match="not valid JSON"):
         read_drafter(folder)

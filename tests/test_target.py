@@ -70,6 +70,20 @@ def test_stop_tokens_of_generation_config_count(target_copy: Path) -> None:
         ({"model_type": "no-such-model"}, "cannot read this configuration"),
         ({"auto_map": {"AutoConfig": "code.C", "AutoModel": "code.M"}, "model_type": "other"}, "trust_remote_code = true"),
         ({"hidden_size": 32}, "hidden_size in config.json is 32"),
+        ({"hidden_size": "64"}, r"config.json: .*'hidden_size' expected int, got str \(value: '64'\)"),
+        ({"hidden_size": 64.0}, r"config.json: .*'hidden_size' expected int, got float \(value: 64.0\)"),
+        ({"num_hidden_layers": True}, "config.json: .*'num_hidden_layers' expected int, got bool"),
+        ({"num_hidden_layers": -1}, "config.json: num_hidden_layers = -1: must be a whole number, at least 1"),
+        ({"num_attention_heads": 0}, "config.json: .*a size in it is 0"),
+        ({"rms_norm_eps": "x"}, "config.json: .*'rms_norm_eps' expected float"),
+        ({"rms_norm_eps": float("nan")}, "config.json: rms_norm_eps = nan: must be a number"),
+        ({"eos_token_id": "x"}, "config.json: .*'eos_token_id' with value 'x'"),
+        ({"head_dim": [16]}, r"config.json: .*'head_dim' with value \[16\]"),
+        ({"layer_types": 5}, "config.json: .*'int' object is not iterable"),
+        ({"rope_parameters": [1]}, r"config.json: .*'rope_parameters' with value \[1\]"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "a"}}, "config.json: rope_theta = 'a': must be a number above 0"),
+        ({"rope_parameters": {"rope_type": 5, "rope_theta": 1e4}}, "config.json: rope_type = 5: must be text"),
+        ({"rope_theta": "a"}, "config.json: rope_theta = a and rope_parameters.rope_theta = 10000.0 differ"),
     ],
 )
 def test_bad_config_is_one_line(target_copy: Path, changes: dict[str, Any], match: str) -> None:
@@ -77,6 +91,25 @@ def test_bad_config_is_one_line(target_copy: Path, changes: dict[str, Any], matc
     with pytest.raises(TargetError, match=match) as error:
         facts(target_copy)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [(b"", "not valid JSON"), (b"\xff\x00\x81", "not valid JSON"), (b"[1]", "holds no JSON object"), (b"null", "holds no JSON object")],
+)
+def test_damaged_json_is_one_line(target_copy: Path, name: str, content: bytes, match: str) -> None:
+    (target_copy / name).write_bytes(content)
+    with pytest.raises(TargetError, match=f"/{name}: {match}") as error:
+        facts(target_copy)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["x", [None], {"a": 1}, [2, "x"], 2.7, True, 10**30])
+def test_stop_tokens_are_token_ids(target_copy: Path, value: Any) -> None:
+    (target_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(TargetError, match=r"/generation_config.json: eos_token_id = .*: must be a token id or a list of them"):
+        facts(target_copy)
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
@@ -99,6 +132,13 @@ def test_a_tokenizer_that_cannot_be_loaded_says_what_to_do(target_copy: Path) ->
     (target_copy / "tokenizer.json").unlink()  # settings alone are no tokenizer
     with pytest.raises(TargetError, match=r"no tokenizer\.json in the folder; put the tokenizer's files beside the weights"):
         load_tokenizer(target_copy)
+
+
+@pytest.mark.parametrize("content", [[], {"weight_map": []}, {"weight_map": {"a": 5}}, {"weight_map": {"a": []}}])
+def test_index_that_is_none_is_refused(target_copy: Path, content: Any) -> None:
+    (target_copy / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(TargetError, match="index.json: not a safetensors index; copy the model again"):
+        stored_tensors(target_copy)
 
 
 def test_quantised_head_is_refused(target_copy: Path) -> None:
@@ -266,3 +306,16 @@ def test_chat_template_from_a_file(tiny_target: Path, tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
     with pytest.raises(TargetError, match="cannot be read"):
         load_tokenizer(tiny_target, tmp_path / "missing.jinja")
+    (tmp_path / "binary.jinja").write_bytes(b"\xff\x00\x81")
+    with pytest.raises(TargetError, match="binary.jinja: the chat template is no UTF-8 text"):
+        load_tokenizer(tiny_target, tmp_path / "binary.jinja")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("tokenizer_config.json", "[1]"), ("tokenizer_config.json", "null"), ("tokenizer.json", "null")]
+)
+def test_damaged_tokenizer_is_one_line(target_copy: Path, name: str, content: str) -> None:
+    (target_copy / name).write_text(content)
+    with pytest.raises(TargetError, match="its tokenizer cannot be loaded") as error:
+        load_tokenizer(target_copy)
+    assert "\n" not in str(error.value)

@@ -25,6 +25,23 @@ class DeviceName(click.ParamType):
         return value
 
 
+class Temperature(click.FloatRange):
+    """A number from 0; neither infinite nor nan, which passes every comparison of a range."""
+
+    name = "temperature"
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = float(super().convert(value, param, ctx))
+        if not math.isfinite(found):
+            self.fail(f"{value} is no temperature; give a number from 0.", param, ctx)
+        return found
+
+
+_temperature_option = click.option("--temperature", type=Temperature(), default=0.0, show_default=True, help="0 is greedy.")
+_seed_option = click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the sampling.")
 _device_option = click.option(
     "--device", type=DeviceName(), help="cpu, cuda or cuda:N; a GPU where [evaluate] or [train] names one, when left out."
 )
@@ -143,8 +160,8 @@ def _exported(run: "RunConfig") -> Path:
 @click.option("--max-prompts", type=click.IntRange(min=1), help="Most prompts of each file; [evaluate] max_prompts when left out.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Most tokens of one turn; [evaluate] max_new_tokens when left out.")
 @click.option("--batch", type=click.IntRange(min=1), help="Prompts decoded at once; [evaluate] batch when left out.")
-@click.option("--temperature", type=click.FloatRange(min=0.0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@_temperature_option
+@_seed_option
 @click.option("--no-baseline", is_flag=True, help="Do not run the target alone: no speed-up, no check of the text.")
 @json_option
 def evaluate(
@@ -199,8 +216,8 @@ def evaluate(
 @_drafter_option
 @_device_option
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens of the answer.")
-@click.option("--temperature", type=click.FloatRange(min=0.0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@_temperature_option
+@_seed_option
 def generate(
     prompt: str, config: Path | None, drafter: str | None, device: str | None, max_new_tokens: int, temperature: float, seed: int
 ) -> None:

@@ -4,13 +4,15 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from dflash_offline.config.section import PositiveInt, Section
+from dflash_offline.config.section import Section
+
+Heads = Annotated[int, Field(gt=0, le=4096)]
 
 
 class DrafterConfig(Section):
     """The drafter's shape. Sizes left out follow the target."""
 
-    layers: PositiveInt = Field(5, description="Number of decoder layers.")
+    layers: Annotated[int, Field(gt=0, le=256)] = Field(5, description="Number of decoder layers.")
     block_size: Annotated[int, Field(ge=2, le=64)] = Field(
         16, description="Slots of a block: one known token and block_size - 1 drafted ones."
     )
@@ -21,11 +23,13 @@ class DrafterConfig(Section):
         None,
         description="Token id of a masked slot. Left out: the tokenizer's mask token, else the first embedding row that no token uses.",
     )
-    intermediate_size: PositiveInt | None = Field(None, description="Width of the MLP.")
-    num_attention_heads: PositiveInt | None = Field(None, description="Query heads.")
-    num_key_value_heads: PositiveInt | None = Field(None, description="Key and value heads.")
-    head_dim: PositiveInt | None = Field(None, description="Width of one head; even.")
-    sliding_window: PositiveInt | None = Field(None, description="Window in tokens of the sliding layers; none when left out.")
+    intermediate_size: Annotated[int, Field(gt=0, le=1_000_000)] | None = Field(None, description="Width of the MLP.")
+    num_attention_heads: Heads | None = Field(None, description="Query heads.")
+    num_key_value_heads: Heads | None = Field(None, description="Key and value heads.")
+    head_dim: Annotated[int, Field(gt=0, le=4096)] | None = Field(None, description="Width of one head; even.")
+    sliding_window: Annotated[int, Field(gt=0, lt=2**31)] | None = Field(
+        None, description="Window in tokens of the sliding layers; none when left out."
+    )
     sliding_layers: list[int] | None = Field(
         None, description="Which drafter layers slide; all when sliding_window is set and this is left out."
     )

@@ -44,7 +44,7 @@ class RegenerateConfig(Section):
     def _urls(cls, urls: list[str]) -> list[str]:
         for url in urls:
             if not re.fullmatch(r"https?://(\[[0-9a-fA-F:]+\]|[^\s/@?#:\[\]]+)(:\d+)?(/[^\s@?#]*)?", url):
-                shown = re.sub(r"//[^/]*@", "//...@", url)
+                shown = re.sub(r"(?s)[?#].*", "?...", re.sub(r"(?s)^([a-z]+://)?.*@", r"\1...@", url))
                 raise ValueError(
                     f"base_urls: {shown!r} is no plain http(s)://host:port/path; a key goes into the variable that api_key_env names"
                 )

@@ -1,7 +1,7 @@
 """``[store]``."""
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -19,7 +19,7 @@ class StoreConfig(Section):
     zstd: bool = Field(False, description="Compress int8/int6/int4 codes with zstd as well: smaller, slower to read.")
     part_bytes: PositiveInt = Field(1_000_000_000, description="Encoded hidden-state bytes in one part, the unit that is committed.")
     shard_bytes: PositiveInt = Field(128_000_000, description="Bytes of one Zarr shard (one file).")
-    chunk_tokens: PositiveInt = Field(64, description="Tokens in one Zarr chunk, the unit that is read.")
+    chunk_tokens: Annotated[int, Field(gt=0, le=65536)] = Field(64, description="Tokens in one Zarr chunk, the unit that is read.")
     store_last_hidden: bool = Field(False, description="Also store the last layer's output before the final norm, for distillation losses.")
     verify: Literal["deep", "sizes", "off"] = Field(
         "deep", description="What training checks before it first reads a part: checksums, sizes only, or nothing."
@@ -37,7 +37,8 @@ class StoreConfig(Section):
     def _url(cls, url: str | None) -> str | None:
         if url is None:
             return None
-        if re.match(r"[^/]*//[^/]*@", url) or "?" in url or "#" in url:  # not repeated in the message: it may hold a password
+        secret = r"[^/:]*:/*([^/]*|[^/]*:(?!\d+/).*)@"  # user and password before the host; a secret key may hold slashes
+        if re.match(secret, url) or "?" in url or "#" in url:  # not repeated in the message: it may hold a password
             raise ValueError("url holds credentials or options; give SCHEME://BUCKET/PREFIX and put credentials into the environment")
         if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s]+", url):
             raise ValueError(f'url = "{url}": give SCHEME://BUCKET/PREFIX, for example "s3://bucket/prefix"')

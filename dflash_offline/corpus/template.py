@@ -75,7 +75,7 @@ def load_source(config: RunConfig) -> TemplateSource:
     """Load tokenizer and chat template of the run file's target.
 
     Raises:
-        CorpusError: there is no fast tokenizer or no chat template.
+        CorpusError: there is no fast tokenizer or no chat template, or the one in a file cannot be read.
         TargetError: there is no such model folder.
     """
     from transformers import AutoTokenizer
@@ -101,7 +101,13 @@ def load_source(config: RunConfig) -> TemplateSource:
     template, tool_template, name = tokenizer.chat_template, None, f"the chat template of {folder}"
     if config.corpus.chat_template is not None:
         path = config.path(config.corpus.chat_template)
-        template, name = path.read_text(encoding="utf-8"), f"the chat template {path}"
+        name = f"the chat template {path}"
+        try:
+            template = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise CorpusError(f"{path}: the chat template cannot be read ({error.strerror})") from None
+        except UnicodeDecodeError:
+            raise CorpusError(f"{path}: the chat template is no UTF-8 text; name a Jinja file in [corpus] chat_template") from None
     if isinstance(template, dict):
         template, tool_template = template.get("default"), template.get("tool_use")
     if not template:

@@ -216,7 +216,7 @@ def rotary_frequencies(shape: DrafterShape) -> tuple[Tensor, float]:
     """Inverse frequencies [D / 2] and the factor on cos and sin, as transformers' Qwen3 makes them from the exported config.
 
     Raises:
-        TargetError: a scaling that transformers does not know.
+        TargetError: a scaling that transformers does not know, or one that is not whole.
     """
     kind = shape.rope_parameters["rope_type"]
     with torch.device("cpu"):  # whatever device the drafter is being built on, a meta device too
@@ -228,12 +228,16 @@ def rotary_frequencies(shape: DrafterShape) -> tuple[Tensor, float]:
 
         if kind not in ROPE_INIT_FUNCTIONS or kind in LENGTH_DEPENDENT_ROPE:
             raise TargetError(f"rotary scaling {kind!r} is not supported; supported are default, linear, llama3, yarn")
-        config = Qwen3Config(
-            hidden_size=shape.hidden_size,
-            num_attention_heads=shape.num_attention_heads,
-            head_dim=shape.head_dim,
-            max_position_embeddings=shape.max_position_embeddings,
-            rope_parameters=dict(shape.rope_parameters),
-        )
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+        try:
+            config = Qwen3Config(
+                hidden_size=shape.hidden_size,
+                num_attention_heads=shape.num_attention_heads,
+                head_dim=shape.head_dim,
+                max_position_embeddings=shape.max_position_embeddings,
+                rope_parameters=dict(shape.rope_parameters),
+            )
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+        except Exception as error:  # transformers checks some of it, in its own words
+            why = " ".join(str(error).split())[:200]
+            raise TargetError(f"rotary scaling {dict(shape.rope_parameters)} is not whole ({why}); mend the model's config.json") from None
         return frequencies.float(), factor

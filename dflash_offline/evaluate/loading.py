@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from dflash_offline.drafter import Drafter, DrafterShape
-from dflash_offline.errors import EvaluateError
+from dflash_offline.errors import EvaluateError, ExportError
 from dflash_offline.evaluate.decoder import Decoder
 from dflash_offline.evaluate.target_steps import SteppedTarget
 from dflash_offline.export.reading import check_fits, check_tensors
@@ -40,7 +40,7 @@ def load_decoder(
 
     Raises:
         EvaluateError: this process does not see the GPU.
-        ExportError: the drafter does not fit the target.
+        ExportError: the drafter does not fit the target, or its weights are not finite.
         TargetError: the target cannot be loaded.
     """
     device = torch.device(device)
@@ -53,6 +53,9 @@ def load_decoder(
     known = facts(target_folder, trust_remote_code=trust_remote_code)
     check_fits(shape, where=where, hidden_size=known.hidden_size, vocab_size=known.vocab_size, num_layers=known.num_layers)
     check_tensors(Path(where), tensors, shape)
+    for name in sorted(tensors):  # the target would refuse all that it drafts: a slow answer, and no word about why
+        if not torch.isfinite(tensors[name].to(torch.bfloat16)).all():
+            raise ExportError(f"{where}: {name} is not finite in bf16; copy the drafter again, or train it anew")
     layer_ids = list(shape.target_layer_ids)
     target = load_target(
         target_folder,

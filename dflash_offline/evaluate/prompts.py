@@ -1,5 +1,6 @@
 """Prompts as token ids: the chat template."""
 
+import json
 from typing import Any
 
 from dflash_offline.corpus.template import with_fixed_date
@@ -10,7 +11,7 @@ def encode(tokenizer: Any, messages: list[dict[str, Any]], chat_template_kwargs:
     """Token ids of messages, ending where the assistant begins to speak. A date in the template is the corpus's own.
 
     Raises:
-        EvaluateError: the tokenizer has no chat template, or it refuses the messages.
+        EvaluateError: the tokenizer has no chat template, or it refuses the messages, or they are no valid Unicode.
     """
     from jinja2 import TemplateError
 
@@ -23,5 +24,15 @@ def encode(tokenizer: Any, messages: list[dict[str, Any]], chat_template_kwargs:
     try:
         encoded = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
     except (TemplateError, ValueError, TypeError) as error:
+        if not _is_unicode(messages):
+            raise EvaluateError(f"{where}: the text is no valid Unicode (a lone surrogate, or bytes that are no UTF-8); mend it") from None
         raise EvaluateError(f"{where}: the chat template refuses these messages ({error})") from None
     return list(encoded["input_ids"])
+
+
+def _is_unicode(messages: list[dict[str, Any]]) -> bool:
+    try:
+        json.dumps(messages, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

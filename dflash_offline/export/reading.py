@@ -6,6 +6,7 @@ another block layout, causal blocks, a partial rotation, RoPE given twice with d
 """
 
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,35 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dflash_offline.drafter import DrafterShape
-from dflash_offline.errors import DFlashError, ExportError
+from dflash_offline.drafter.shape import rotary_frequencies
+from dflash_offline.errors import DFlashError, ExportError, TargetError
 from dflash_offline.export.formats import ARCHITECTURE, Format, TargetInfo, tensor_shapes
 from dflash_offline.identity import default_layer_ids, exported_folder, text_config
 from dflash_offline.manifest import read_json
 
 # what speculators before 0.9.0 saved of the target itself; every reader takes these from the target
 _TARGETS_OWN = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+# whole numbers of a drafter's config, and the range beyond which they are damage
+_WHOLE = {
+    name: (1, 1 << 24)
+    for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "block_size")
+} | {
+    "num_hidden_layers": (1, 1024),
+    "num_target_layers": (1, 1 << 16),
+    "mask_token_id": (0, 1 << 24),
+    "max_position_embeddings": (1, 1 << 40),
+    "sliding_window": (0, 1 << 40),
+}
+_NEEDED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_REAL = ("rms_norm_eps", "rope_theta", "initializer_range")
 _DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 
@@ -67,6 +90,9 @@ def read_drafter(folder: Path | str, *, num_target_layers: int | None = None) ->
             shape, target, notes = _speculators_shape(folder, config, num_target_layers)
         else:
             shape, target, notes = _zlab_shape(folder, config, tensors, num_target_layers)
+        rotary_frequencies(shape)  # a scaling without its factor, or with one that is no number
+    except TargetError as error:
+        raise ExportError(f"{folder}/config.json: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ExportError(f"{folder}/config.json: {type(error).__name__}: {error}; this is no complete DFlash drafter config") from None
     if form == "speculators" and (own := sorted(_TARGETS_OWN & tensors.keys())) and _older_than_090(config):
@@ -132,7 +158,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if not (folder / names[0]).is_file() and index.is_file():
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        names = _shards(index)
     tensors: dict[str, torch.Tensor] = {}
     for name in names:
         path = folder / name
@@ -143,6 +169,17 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         except (SafetensorError, OSError, struct.error) as error:
             raise ExportError(f"{path}: cannot be read ({error})") from None
     return tensors
+
+
+def _shards(index: Path) -> list[str]:
+    content = read_json(index)
+    shards = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shards, dict) or not shards:
+        raise ExportError(f"{index}: no weight_map, so this is no safetensors index; copy the drafter again")
+    for name in shards.values():
+        if not isinstance(name, str) or Path(name).name != name:  # a path could lead out of the folder
+            raise ExportError(f"{index}: weight_map names {name!r}; only files beside the index are read")
+    return sorted(set(shards.values()))
 
 
 def _first(names: list[str], most: int = 4) -> str:
@@ -194,8 +231,24 @@ def rope_parameters(config: dict[str, Any], where: str) -> dict[str, Any]:
     return rope
 
 
+def _check_numbers(config: dict[str, Any], where: str) -> None:
+    """Refuse what is no number where one is needed; what is missing is for others to miss."""
+    for name, (least, most) in _WHOLE.items():
+        value = config.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most):
+            raise ExportError(f"{where}: {name} is {value!r}; it must be a whole number from {least} to {most}")
+    rope = config.get("rope_parameters") or {}
+    for name, value in [(name, config.get(name)) for name in _REAL] + [("rope_theta", rope.get("rope_theta"))]:
+        real = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+        if value is not None and not real:
+            raise ExportError(f"{where}: {name} is {value!r}; it must be a number above 0")
+
+
 def _decoder(config: dict[str, Any], where: str) -> dict[str, Any]:
     """Fields of ``DrafterShape`` that the Qwen3 decoder's config holds."""
+    _check_numbers(config, where)
+    if missing := [name for name in _NEEDED if config.get(name) is None]:
+        raise ExportError(f"{where}: no {', '.join(missing)}; this is no complete DFlash drafter config")
     for name, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("is_causal", None)):
         if config.get(name, allowed) != allowed:
             raise ExportError(
@@ -231,7 +284,7 @@ def _decoder(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _checked_ids(ids: Any, num_layers: int, where: str) -> tuple[int, ...]:
-    if not ids or len(set(ids)) != len(ids) or any(i not in range(num_layers - 1) for i in ids):
+    if not ids or len(set(ids)) != len(ids) or any(type(i) is not int or i not in range(num_layers - 1) for i in ids):
         raise ExportError(f"{where}: target layer ids {ids} do not fit a target of {num_layers} layers (each once, 0 to {num_layers - 2})")
     return tuple(ids)
 
@@ -243,6 +296,8 @@ def _zlab_shape(
     inner = config.get("dflash_config") or {}
     if inner.get("causal"):
         raise ExportError(f"{where}: dflash_config.causal is set; only blocks that see themselves both ways can be run")
+    for table, at in ((config, where), (inner, f"{where}: dflash_config")):
+        _check_numbers(table, at)
     sizes = {size for size in (config.get("block_size"), inner.get("block_size")) if size is not None}
     if len(sizes) != 1:
         raise ExportError(f"{where}: block_size is given as {sorted(sizes) or 'nothing'}; it must be there once, or twice and equal")
@@ -273,6 +328,7 @@ def _zlab_shape(
 
 def _speculators_shape(folder: Path, config: dict[str, Any], num_target_layers: int | None) -> tuple[DrafterShape, TargetInfo, list[str]]:
     where, notes = f"{folder}/config.json", []
+    _check_numbers(config, where)
     decoder = config["transformer_layer_config"]
     if config.get("draft_vocab_size", 32000) != decoder["vocab_size"]:
         raise ExportError(

@@ -34,7 +34,7 @@ def load_tokenizer(folder: Path, chat_template_path: Path | None = None) -> Any:
     extra = {"gguf_file": gguf.name} if gguf else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **extra)
-    except (ValueError, OSError, KeyError, ImportError, TypeError) as error:
+    except Exception as error:  # every kind of damage raises another type
         raise TargetError(why_no_tokenizer(folder, error)) from None
     if not tokenizer.is_fast:
         raise TargetError(
@@ -45,6 +45,8 @@ def load_tokenizer(folder: Path, chat_template_path: Path | None = None) -> Any:
             tokenizer.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
         except OSError as error:
             raise TargetError(f"{chat_template_path}: the chat template cannot be read ({error.strerror})") from None
+        except UnicodeDecodeError:
+            raise TargetError(f"{chat_template_path}: the chat template is no UTF-8 text; name a Jinja file") from None
     return tokenizer
 
 

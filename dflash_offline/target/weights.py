@@ -81,7 +81,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if index.is_file():
         try:
             shards = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError):
+            if not all(isinstance(name, str) for name in shards):
+                raise ValueError
+        except (ValueError, KeyError, AttributeError, TypeError):
             raise TargetError(f"{index}: not a safetensors index; copy the model again") from None
         if missing := sorted(name for name in shards if not (folder / name).is_file()):
             raise TargetError(
