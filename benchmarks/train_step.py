@@ -32,9 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dflash_offline.attention.proof import random_states, small_case
 from dflash_offline.drafter import Drafter
 from dflash_offline.objective import FrozenHead, Objective, block_loss
-from dflash_offline.train.proof import head_sizes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import dflash_peers  # noqa: E402
@@ -76,7 +76,9 @@ def our_step(work: Work, tensors: Tensors, ours: Ours, *, compiled: bool) -> Mad
     if compiled:
         drafter.compile_layers()
         if drafter.attention.name == "triton":  # as training does before its first step
-            drafter.attention.compile_kernels(**head_sizes(work.shape), dtype=dtype, device=tensors.hidden.device)
+            blocks, shape = small_case(work.shape.block_size).to(device), work.shape
+            sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+            drafter.attention.compile_kernels(random_states(blocks, *sizes, dtype, device), blocks, set(shape.layer_windows))
     head, objective = FrozenHead(tensors.head, precision=ours.head_precision), Objective()
     batches = make_batches(work, tensors, 4)
     mask_row = tensors.embedding[work.shape.mask_token_id]

@@ -181,11 +181,13 @@ COMPILED_AHEAD = textwrap.dedent("""
     from pathlib import Path
     import torch
     from dflash_offline.attention import make_attention, prove
+    from dflash_offline.attention.proof import random_states, small_case
 
     sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 16, "windows": {None, 70}}
     sizes |= {"dtype": torch.bfloat16, "device": torch.device("cuda", torch.cuda.current_device())}
+    blocks = small_case(16).to("cuda")
     path, cache = make_attention("triton"), Path(os.environ["TRITON_CACHE_DIR"])
-    path.compile_kernels(**sizes)
+    path.compile_kernels(random_states(blocks, 32, 8, 128, torch.bfloat16, torch.device("cuda")), blocks, sizes["windows"])
     ahead = sorted(file.stem for file in cache.rglob("*.cubin"))
     prove(path, num_context=1536, num_blocks=64, **sizes)
     print(ahead, len(list(cache.rglob("*.cubin"))), sep=";")

@@ -9,7 +9,7 @@ of context keys.
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
@@ -65,28 +65,17 @@ class IntervalAttention:
         self._tile_sizes = list(astuple(self.tiles))  # here: PyTorch 2.11 with Python 3.11 cannot compile a layer with astuple in it
         self._attention = operators()
 
-    def compile_kernels(
-        self,
-        *,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        windows: set[int | None],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Have Triton compile all kernels of these sizes at the same time: one after the other they take most of ten seconds."""
-        blocks, context = 16, 2 * self.tiles.key_keys  # multiples of 16, as real ones are: Triton compiles others anew
-        slots = blocks * block_size
-        new = functools.partial(torch.zeros, dtype=dtype, device=device)
-        query, keys, own = new(slots, heads, head_dim), new(context, kv_heads, head_dim), new(slots, kv_heads, head_dim)
-        states, sums = (query, keys, keys, own, own), torch.zeros(kv_heads, slots * heads // kv_heads, device=device)
-        start = torch.zeros(blocks, dtype=torch.int32, device=device)
+    def compile_kernels(self, states: Sequence[Tensor], blocks: BlockLayout, windows: Iterable[int | None]) -> None:
+        """Have Triton compile all kernels at the same time: one after the other they take most of ten seconds.
+
+        Args:
+            states: query, context key and value, block key and value of real head sizes, as ``attend`` takes them. N and C
+                may be small; Triton compiles anew for a number that is no multiple of 16 where these are.
+        """
+        query, groups, tiles = states[0], states[1].shape[1], self.tiles
+        sums, device = query.new_zeros(groups, query.shape[0] * query.shape[1] // groups, dtype=torch.float32), query.device
         jobs: list[Callable[[], Any]] = []
-        for window in windows:
-            ranges = key_ranges(start, start + context, context, block_size, window, self.tiles.key_keys).to(torch.int32)
-            plan, tiles = IntervalPlan(start, start + context, ranges, block_size, window or 0), self.tiles
+        for plan in (self.plan(blocks, window) for window in windows):
             jobs += [
                 functools.partial(launch_context_gradient, states, query, sums, sums, plan, tiles),
                 functools.partial(launch_query_gradient, states, query, query, sums, plan, tiles),

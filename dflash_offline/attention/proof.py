@@ -76,10 +76,12 @@ def prove(
     """
     refuse_switches(attention, device)
     worst: dict[str, float] = {}
+    blocks = small_case(block_size).to(device)
+    states = random_states(blocks, heads, kv_heads, head_dim, dtype, device)
+    upstream = torch.randn(states[0].shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    if attention.name == "triton" and device.type == "cuda":
+        attention.compile_kernels(states, blocks, windows)
     for window in windows:
-        blocks = small_case(block_size).to(device)
-        states = random_states(blocks, heads, kv_heads, head_dim, dtype, device)
-        upstream = torch.randn(states[0].shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
         found = outcome(attention, blocks, window, states, upstream)
         wanted = outcome(EagerAttention(), blocks, window, [state.float() for state in states], upstream.float())
         for name, got, right in zip(NAMES, found, wanted, strict=True):

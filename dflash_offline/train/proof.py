@@ -12,7 +12,7 @@ and say nothing. So, on a GPU:
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from dflash_offline import attention
 from dflash_offline.attention import BlockLayout
 from dflash_offline.dataset import BatchShape, DeviceBatch
-from dflash_offline.drafter import Drafter, DrafterShape
+from dflash_offline.drafter import Drafter
 from dflash_offline.errors import TrainError
 from dflash_offline.graphs import compiled_graphs
 
@@ -37,27 +37,20 @@ TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}  # relative, after all l
 
 def prove_attention(setup: "Setup", shape: BatchShape) -> attention.Proof:
     """``attention.prove`` with the drafter's head geometry, timed at the size of ``shape``."""
-    path, sizes = setup.drafter.attention, head_sizes(setup.shape) | {"dtype": setup.dtype, "device": setup.device}
-    if path.name == "triton" and setup.device.type == "cuda":
-        path.compile_kernels(**sizes)
-    judged = path.name in KERNELS  # a dense path that was asked for by name may be as slow as it is
+    drafter = setup.drafter
+    judged = drafter.attention.name in KERNELS  # a dense path that was asked for by name may be as slow as it is
     return attention.prove(
-        path,
-        **sizes,
+        drafter.attention,
+        heads=setup.shape.num_attention_heads,
+        kv_heads=setup.shape.num_key_value_heads,
+        head_dim=setup.shape.head_dim,
+        block_size=setup.shape.block_size,
+        windows=set(setup.shape.layer_windows),
+        dtype=setup.dtype,
+        device=setup.device,
         num_context=shape.context if judged else None,
         num_blocks=shape.blocks if judged else None,
     )
-
-
-def head_sizes(shape: DrafterShape) -> dict[str, Any]:
-    """What attention is compiled for."""
-    return {
-        "heads": shape.num_attention_heads,
-        "kv_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "block_size": shape.block_size,
-        "windows": set(shape.layer_windows),
-    }
 
 
 def prove(trainer: "Trainer") -> str:
