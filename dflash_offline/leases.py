@@ -12,7 +12,6 @@ time). An owner that lost its lease while it was stopped sees that a higher gene
 """
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dflash_offline.errors import StoreError, StoreFullError
+from dflash_offline.manifest import disk_is_full
 
 EXPIRES_S = 60.0
 HEARTBEAT_S = 5.0
@@ -169,7 +169,7 @@ class Leases:
         except FileExistsError:
             return None
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if disk_is_full(error):
                 raise StoreFullError(f"{path}: the disk is full. Make space and run the same command again") from None
             raise StoreError(f"{path}: {error.strerror or error}; the folder of leases must be writable") from None
         lease = Lease(self, name, generation)

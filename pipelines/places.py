@@ -1,7 +1,6 @@
 """Where the processes of a stage run: the GPUs of this host, and what several drafters share of them."""
 
 import contextlib
-import errno
 import functools
 import os
 import re
@@ -14,6 +13,7 @@ from dflash_offline.config import RunConfig, same_host
 from dflash_offline.config.drafters import own_gpus
 from dflash_offline.errors import ConfigError, StoreFullError
 from dflash_offline.gpus import any_of, lock_folder, lock_name, resolve
+from dflash_offline.manifest import disk_is_full
 
 
 def host_folder() -> str:
@@ -41,7 +41,7 @@ def came_first(logs: Path) -> bool:
                 raise
         return note.read_text() == name
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if disk_is_full(error):
             raise StoreFullError(f"{note}: the disk is full. Make space and run the same command again") from None
         raise ConfigError(f"{note}: {error.strerror or error}; logs of the run must be writable") from None
 
