@@ -38,6 +38,12 @@ def find_gguf(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
+def tokenizer_source(folder: Path) -> dict[str, str]:
+    """Where a folder's tokenizer is, as ``AutoTokenizer.from_pretrained`` takes it: in its GGUF file if no original lies beside that."""
+    gguf = None if (folder / "tokenizer.json").is_file() else find_gguf(folder)
+    return {} if gguf is None else {"gguf_file": gguf.name}
+
+
 def gguf_config(path: Path) -> dict[str, Any]:
     """Sizes of the model in a GGUF file, by their names in a ``config.json``.
 

@@ -125,13 +125,24 @@ def target_config(config: RunConfig) -> dict[str, Any]:
         return gguf_config(gguf)
     if not path.is_file():
         raise TargetError(f"{path.parent}: no config.json, so this is no transformers model folder")
+    return json_object(path)
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """A JSON file of a model folder.
+
+    Raises:
+        TargetError: it cannot be read, or holds something else.
+    """
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise TargetError(f"{path}: cannot be read ({error}); copy the model again") from None
-    if not isinstance(found, dict):
-        raise TargetError(f"{path}: holds no JSON object, so this is no transformers model folder")
-    return found
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise TargetError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise TargetError(f"{path}: not valid JSON ({error}); copy the model again") from None
+    if not isinstance(content, dict):
+        raise TargetError(f"{path}: holds no JSON object; copy the model again")
+    return content
 
 
 def text_config(model_config: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from dflash_offline import identity
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus.schema import RowRejected
 from dflash_offline.errors import CorpusError
-from dflash_offline.gguf import find_gguf
+from dflash_offline.gguf import tokenizer_source
 
 # (opening, closing) of thinking text, as target families write it
 THINKING = (
@@ -82,8 +82,7 @@ def load_source(config: RunConfig) -> TemplateSource:
     from transformers.utils import logging
 
     folder = identity.model_folder(config)
-    gguf = None if (folder / "tokenizer.json").is_file() else find_gguf(folder)  # as ``target.load_tokenizer`` does
-    options = {"trust_remote_code": config.target.trust_remote_code, "local_files_only": True} | ({"gguf_file": gguf.name} if gguf else {})
+    options = {"trust_remote_code": config.target.trust_remote_code, "local_files_only": True} | tokenizer_source(folder)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -1,6 +1,5 @@
 """Facts about a target read from its configuration: sizes, rotary embedding, special tokens. Loads no weights."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from dflash_offline.errors import TargetError
 from dflash_offline.gguf import find_gguf
+from dflash_offline.identity import json_object
 from dflash_offline.target.weights import find_embedding, is_tied, stored_tensors
 
 # What the drafter, a plain decoder, does not implement (its rotation covers the whole head)
@@ -59,7 +59,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     if not path.is_file():
         raise TargetError(f"{folder}: no config.json, so this is no transformers model folder")
     if gguf is None:
-        _json_object(path)
+        json_object(path)
     extra = {"gguf_file": gguf.name} if gguf else {}
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code, **extra)
@@ -78,18 +78,6 @@ def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
     return line.strip().removeprefix("TypeError: ")[:200]
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise TargetError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise TargetError(f"{path}: not valid JSON ({error}); copy the model again") from None
-    if not isinstance(content, dict):
-        raise TargetError(f"{path}: holds no JSON object; copy the model again")
-    return content
 
 
 def text_part(config: Any) -> Any:
@@ -127,7 +115,7 @@ def rope_of(config: Any, *, folder: Path) -> dict[str, Any]:
     """
     raw_path = Path(folder) / "config.json"
     if raw_path.is_file():
-        raw = _json_object(raw_path)
+        raw = json_object(raw_path)
         for part in (raw, raw.get("text_config")):
             part = part if isinstance(part, dict) else {}
             nested = part.get("rope_parameters")
@@ -164,7 +152,7 @@ def _stop_tokens(folder: Path, *configs: Any) -> tuple[int, ...]:
     found: list[int] = []
     path = Path(folder) / "generation_config.json"
     if path.is_file():
-        found.extend(_ids(_json_object(path).get("eos_token_id"), "eos_token_id", path))
+        found.extend(_ids(json_object(path).get("eos_token_id"), "eos_token_id", path))
     for config in configs:
         found.extend(_ids(getattr(config, "eos_token_id", None), "eos_token_id", path.with_name("config.json")))
     return tuple(dict.fromkeys(found))

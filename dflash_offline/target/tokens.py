@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_offline.errors import TargetError
-from dflash_offline.gguf import find_gguf
+from dflash_offline.gguf import tokenizer_source
 from dflash_offline.target.facts import TargetFacts, facts
 
 _log = logging.getLogger(__name__)
@@ -30,10 +30,8 @@ def load_tokenizer(folder: Path, chat_template_path: Path | None = None) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(folder)
-    gguf = None if (folder / "tokenizer.json").is_file() else find_gguf(folder)  # a tokenizer beside it is the original
-    extra = {"gguf_file": gguf.name} if gguf else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **extra)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **tokenizer_source(folder))
     except Exception as error:  # every kind of damage raises another type
         raise TargetError(why_no_tokenizer(folder, error)) from None
     if not tokenizer.is_fast:
