@@ -26,7 +26,7 @@ _thread = threading.local()  # a compressor of each thread
 _GROUP_BYTES = 4 << 20  # of a group, before compression
 _GROUPS_AHEAD = 8  # groups encoded ahead of the one being written, so that a shard is never held twice
 _BRIEF_BYTES = 128 << 10  # to check fewer takes less time than giving the interpreter's lock away and getting it back
-_KEEP_LOCK, _LEND_LOCK = 0, -1  # of the library: the latter from 32 KB on
+KEEP_LOCK, _LEND_LOCK = 0, -1  # of the library: the latter from 32 KB on
 
 _Group = tuple[Any, list[int]]  # chunks with their checks as they lie in the file, a buffer; bytes of each
 
@@ -42,7 +42,7 @@ def place_bytes(chunk_bytes: int, zstd: int | None) -> int:
 
 def _check_in_place(chunks: np.ndarray) -> _Group:
     """uint8 ``[n, chunk bytes + 4]``: fills in the checks."""
-    mode = _KEEP_LOCK if chunks.shape[1] < _BRIEF_BYTES else _LEND_LOCK
+    mode = KEEP_LOCK if chunks.shape[1] < _BRIEF_BYTES else _LEND_LOCK
     checks = [crc32c_number(chunk, 0, mode) for chunk in chunks[:, :-CHECK_BYTES]]
     chunks[:, -CHECK_BYTES:] = np.array(checks, "<u4").view(np.uint8).reshape(-1, CHECK_BYTES)
     return chunks.reshape(-1), [chunks.shape[1]] * len(chunks)
@@ -56,7 +56,7 @@ def _compress(level: int, chunks: np.ndarray) -> _Group:
     memory.fill(0)  # fresh pages are made here, where other threads may run
     content = memoryview(memory)
     for frame, size in zip(frames, sizes, strict=True):
-        check = crc32c_number(frame, 0, _KEEP_LOCK if size < _BRIEF_BYTES else _LEND_LOCK)
+        check = crc32c_number(frame, 0, KEEP_LOCK if size < _BRIEF_BYTES else _LEND_LOCK)
         begin, end = end, end + size
         content[begin : end - CHECK_BYTES] = frame
         content[end - CHECK_BYTES : end] = check.to_bytes(CHECK_BYTES, "little")

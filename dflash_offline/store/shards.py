@@ -22,11 +22,10 @@ import zstandard
 
 from dflash_offline.errors import StoreDamagedError, StoreError
 from dflash_offline.store.shard_chunks import Chunks, Run, ShardFile, decompressed, scratch
-from dflash_offline.store.shard_writing import ABSENT, crc32c, crc32c_number
+from dflash_offline.store.shard_writing import ABSENT, KEEP_LOCK, crc32c, crc32c_number
 
 ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
 _SPAN_BYTES = 8 << 20  # read by one thread at a time
-_KEEP_LOCK = 0  # of the checksum library: passing the interpreter's lock on would take longer than a compressed chunk's check
 
 
 def array_metadata(
@@ -267,7 +266,7 @@ class ShardedArray:
         for number, size in enumerate(chunks.sizes[run.row : run.row + run.rows, run.tap : run.tap + run.taps].reshape(-1).tolist()):
             end = begin + size - 4
             check = int.from_bytes(content[end : end + 4], "little")
-            if crc32c_number(content[begin:end], 0, _KEEP_LOCK) != check:
+            if crc32c_number(content[begin:end], 0, KEEP_LOCK) != check:
                 raise chunks.damaged(run, number)
             frames += begin, size - 4
             begin = end + 4
