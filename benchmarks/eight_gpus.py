@@ -41,6 +41,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 FRAME_TOKENS = 40  # of the template around two messages, roughly
+STEADY_S = 5.0  # least seconds that a rate of capture is taken over
 
 
 class Watcher(threading.Thread):
@@ -251,21 +252,35 @@ def run_case(name: str, arguments: argparse.Namespace, work: Path) -> dict[str, 
 
 
 def capture_figures(root: Path) -> dict[str, Any]:
-    """From the manifests of the parts: rate of each replica after its first part, until all is written, and their sum."""
+    """From the manifests of the parts: tokens/s of each replica, and their sum, until all is written.
+
+    A rate is of the parts after the first, whose seconds hold compilation and the self-check; null if they took less than
+    STEADY_S together, since what was computed and waited for the writer when the first was committed is counted in them.
+    ``from_start`` is of all parts.
+    """
     names = sorted(root.glob("captures/*/hidden_states.zarr/part-*/manifest.json"))
     parts = [read_json(path)["extra"] for path in names]
     replicas: dict[str, list[dict[str, Any]]] = {}
     for part in parts:
         replicas.setdefault(str(part["replica"]), []).append(part)
-    rates, waits = {}, {}
+    rates, from_start, waits, steady_s = {}, {}, {}, {}
     for name, found in sorted(replicas.items()):
-        steady = found[1:] or found  # a replica's first part holds compilation and the self-check
-        seconds = max(sum(part["seconds"] for part in steady), 1e-9)
-        rates[name] = round(sum(part["tokens"] for part in steady) / seconds, 1)
-        waits[name] = round(sum(part["wait_s"] for part in steady) / seconds, 4)
+        seconds = [part["seconds"] for part in found]
+        tokens = [part["tokens"] for part in found]
+        steady_s[name] = round(sum(seconds[1:]), 1)
+        rates[name] = round(sum(tokens[1:]) / sum(seconds[1:]), 1) if steady_s[name] >= STEADY_S else None
+        from_start[name] = round(sum(tokens) / max(sum(seconds), 1e-9), 1)
+        waits[name] = round(sum(part["wait_s"] for part in found) / max(sum(seconds), 1e-9), 4)
+    known = [rate for rate in rates.values() if rate is not None]
     return {
         "capture_tokens": int(sum(part["tokens"] for part in parts)),
-        "capture_tokens_per_s": {"replicas": rates, "all": round(sum(rates.values()), 1)},
+        "capture_parts": len(parts),
+        "capture_steady_s": steady_s,
+        "capture_tokens_per_s": {
+            "replicas": rates,
+            "all": round(sum(known), 1) if known and len(known) == len(rates) else None,
+            "from_start": from_start,
+        },
         "capture_wait_share": waits,
         "capture_packed": all(part.get("packed") for part in parts) if parts else None,
         "capture_padding": round(float(np.mean([part["padding"] for part in parts])), 4) if parts else None,

@@ -24,7 +24,6 @@ from dflash_offline.train.ranks import Ranks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the triton package is not installed"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # by dynamo, which looks at every input
     pytest.mark.filterwarnings("ignore:No CUDA runtime is found"),
 ]
 

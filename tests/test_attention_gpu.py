@@ -85,7 +85,6 @@ SHAPE = DrafterShape(
 )  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by dynamo, which looks at every input
 @pytest.mark.parametrize("path", ["triton", "flex"])
 def test_a_compiled_drafter_equals_the_uncompiled_reference(path):
     """Forward pass and every parameter's gradient, bf16 against float32."""
@@ -108,7 +107,6 @@ def test_a_compiled_drafter_equals_the_uncompiled_reference(path):
         assert error < 0.06, f"{name}: {error:.3f}"
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by dynamo, which looks at every input
 def test_alike_layers_share_a_compilation_and_a_second_batch_compiles_nothing():
     """Nor does one of another number of context rows; and each equals the uncompiled drafter, with every gradient."""
     shape = replace(SHAPE, num_layers=5, layer_windows=(None,) * 5)

@@ -19,6 +19,6 @@ def test_two_replicas_and_a_rank_are_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     found = json.loads(out.read_text())["cases"]["qwen27b, 2+1"]
     assert found["capture_packed"] and found["capture_padding"] == 0 and found["failures"] == 0
-    assert found["capture_tokens"] > 5000 and all(rate > 0 for rate in found["capture_tokens_per_s"]["replicas"].values())
+    assert found["capture_tokens"] > 5000 and all(rate > 0 for rate in found["capture_tokens_per_s"]["from_start"].values())
     assert found["train_steps"] == 6 and found["train_tokens_per_s"]["all"] > 0
     assert {"capture/capture-0", "train/train-0"} <= found["until_at_work_s"].keys()

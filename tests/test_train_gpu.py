@@ -84,7 +84,6 @@ def test_uncompiled_attention_is_an_error(tmp_path: Path, inputs: Path, model: P
     assert status == 1 and err.splitlines()[-1].startswith('error: attention "flex": compilation is turned off'), (out, err)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by dynamo, which looks at every input
 def test_dense_attention_in_disguise_is_an_error(tmp_path: Path, inputs: Path, model: Path) -> None:
     """What the compile race leads to on some builds: the drafter says flex, and dense attention runs."""
     config = RunConfig.load(runs.make_run(tmp_path, inputs, model=model, train=TRAIN | {"attention": "flex"}))

@@ -85,6 +85,7 @@ class IntervalAttention:
 
         def run(job: Callable[[], Any]) -> None:
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                torch.zeros(1, device=device)  # a thread has no CUDA context before its first launch, and Triton needs one
                 job()
 
         with ThreadPoolExecutor(len(jobs)) as threads:
