@@ -6,6 +6,7 @@ Reading order::
     shard_writing  one Zarr shard file, written straight
     shards         Zarr arrays: metadata, small ones, shards read straight
     shard_chunks   chunks of a shard on their way from the file to where they are wanted
+    checksums      of many chunks at once
     objects        an object store, by URL
     cache          blocks of its files, kept here
     remote         a store in an object store and its local folder
@@ -18,6 +19,7 @@ Reading order::
     writer         PartWriter: resumable, committed whole
     parts          one committed part, opened
     memory         memory of read batches, used again
+    threads        reads of a batch, shared out
     batch          encoded rows on their way to the device
     reader         HiddenStateStore: samples and encoded batches
     verify         every byte against the manifests

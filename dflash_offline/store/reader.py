@@ -13,7 +13,7 @@ T tokens of a sample, K taps, k selected taps, H hidden size.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,8 +31,7 @@ from dflash_offline.store.memory import Blocks
 from dflash_offline.store.parts import StoredPart, Verify
 from dflash_offline.store.remote import Remote, mirror
 from dflash_offline.store.shards import ShardedArray, read_small
-
-_THREADS_FROM_BYTES = 128 << 10  # chunks from which on copying and checking outweigh what Python does for each
+from dflash_offline.store.threads import Read, ReadingThreads
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class HiddenStateStore:
                 raise StoreIdentityError(f"{part.folder}: was captured with another identity than the store's; move it away")
         self._edges = np.cumsum([0, *(part.manifest["samples"] for part in self._parts)])
         self._blocks = Blocks()
-        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+        self._threads = ReadingThreads(self.threads)
         self._by_hash: dict[bytes, int] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -137,14 +136,6 @@ class HiddenStateStore:
             StoreDamagedError: naming part and file.
         """
         _check_content(part for part, _ in map(self._locate, indices))
-
-    def _map(self) -> Callable[..., Any]:
-        """``map``, in this process's own threads: those of the parent do not come along in a fork."""
-        if self.threads == 1:
-            return map
-        if self._pool is None or self._pool[0] != os.getpid():
-            self._pool = os.getpid(), ThreadPoolExecutor(self.threads, "store-reader")
-        return self._pool[1].map
 
     def _unfinished(self, name: str) -> bool:
         return (self.path / f"{name}.partial" / manifest.MANIFEST).exists()  # about to be renamed by its writer
@@ -315,42 +306,39 @@ class HiddenStateStore:
         return torch.from_numpy(self._blocks.take(size))
 
     def _read(self, ranges: Sequence[tuple[StoredPart, int, int]], taps: Sequence[int], out: list[np.ndarray]) -> int:
-        """Read token ranges of parts, one after another, into ``out``, uint8 ``[k, T, bytes]`` for each array; bytes read from files.
-
-        What threads share out among themselves are pieces of a few MB, so that one long sample is read by all of them;
-        but not of small chunks, whose reading is mostly Python: threads would only wait for each other.
-        """
+        """Read token ranges of parts, one after another, into ``out``, uint8 ``[k, T, bytes]`` for each array; bytes read from files."""
         _check_content(part for part, _, _ in ranges)
-        pieces, end = [], 0
-        for part, start, stop in ranges:
-            for array, view in zip(part.arrays, out, strict=True):
-                for first, last in array.spans(start, stop, len(taps)):
-                    pieces.append((part, array, first, last, view[:, end + first - start : end + last - start]))
-            end += stop - start
+        reads: list[Read] = []
+        with ExitStack() as files:
+            order = sorted(range(len(out)), key=lambda i: not self.codec.arrays[i].zstd)  # what costs most first: threads end together
+            for i in order:
+                end = 0
+                for part, start, stop in ranges:
+                    array, view, end = part.arrays[i], out[i][:, end : end + stop - start], end + stop - start
+                    if self.remote is None:
+                        reads += array.reads(start, stop, taps, view, files)
+                    else:
+                        reads += self._remote_reads(part, array, start, stop, taps, view)
+            return self._threads.run(reads)
 
-        def read(piece: tuple[StoredPart, ShardedArray, int, int, np.ndarray]) -> int:
-            part, array, first, last, view = piece
+    def _remote_reads(
+        self, part: StoredPart, array: ShardedArray, start: int, stop: int, taps: Sequence[int], out: np.ndarray
+    ) -> Iterator[Read]:
+        """Pieces of an array in an object store, where already looking into a shard's index takes time."""
+
+        def read(first: int, last: int) -> int:
+            view = out[:, first - start : last - start]
             try:
                 return array.read(first, last, taps, view)
             except StoreDamagedError:
-                if self.remote is None:
-                    raise
                 self.remote.forget(part.name, part.manifest)  # nothing may be left of it: another thread met the same damage
             return array.read(first, last, taps, view)  # what was kept on this host may have been the damaged copy
 
-        costly, cheap = [], []
-        for piece in pieces:
-            array = piece[1]
-            (costly if self.remote or array.meta.zstd or array.chunk_bytes >= _THREADS_FROM_BYTES else cheap).append(piece)
-        costly.sort(key=lambda piece: not piece[1].meta.zstd)  # those that cost most first, so that threads end together
-        begun = self._map()(read, costly) if len(costly) > 1 else map(read, costly)
-        return sum(map(read, cheap)) + sum(begun)
+        return (partial(read, first, last) for first, last in array.spans(start, stop, len(taps)))
 
     def close(self) -> None:
         """Stop the reading threads."""
-        pool, self._pool = self._pool, None
-        if pool is not None and pool[0] == os.getpid():
-            pool[1].shutdown()
+        self._threads.close()
 
     def __enter__(self) -> "HiddenStateStore":
         return self

@@ -1,7 +1,7 @@
 """Chunks of one shard on their way from the file to where they are wanted.
 
-What lies side by side in the file is a run: one read, one check or decompression, one copy. Each of them lets go of the
-interpreter's lock, and getting it back from sixteen reading threads takes longer than checking a chunk.
+What lies side by side in the file is a run: one read, one check, one copy. Each of them lets go of the interpreter's lock,
+and getting it back from sixteen reading threads takes longer than checking a chunk.
 
 K taps, k selected taps, a row: the chunks of all selected taps for the same tokens.
 """
@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import zstandard
 
 from dflash_offline.errors import StoreDamagedError
 
-READ_BYTES = 4 << 20  # most bytes in one read, unless a row of chunks has more; they are in a cache until they are copied
+READ_BYTES = 3 << 20  # most bytes in one read, unless a row of chunks has more; they are in a cache until they are copied
+COMPRESSED_READ_BYTES = 1 << 20  # the same of compressed chunks
 _thread = threading.local()  # scratch memory of each thread
 
 
@@ -71,6 +71,7 @@ class Chunks:
         self.offsets, self.sizes = wanted[..., 0].astype(np.int64), wanted[..., 1].astype(np.int64)  # ABSENT is -1
         if self.offsets.min() < 0:
             raise StoreDamagedError(f"{file}: no chunk for {self._name(self.offsets < 0)}; it has been damaged")
+        self._most = COMPRESSED_READ_BYTES if zstd else READ_BYTES
         size = chunk_bytes + 4
         bad = self.sizes < 5 if zstd else self.sizes != size
         if bad.any():
@@ -85,7 +86,7 @@ class Chunks:
         if follows.all():
             begin, size, offset = 0, 0, int(offsets[0])
             for row, nbytes in enumerate(self.sizes.sum(1).tolist()):
-                if size and size + nbytes > READ_BYTES:
+                if size and size + nbytes > self._most:
                     yield Run(begin, row - begin, 0, taps, offset, size)
                     begin, offset, size = row, offset + size, 0
                 size += nbytes
@@ -123,6 +124,14 @@ class Chunks:
             low, high = max(begin, row * size), min(end, (row + 1) * size)
             out[:, at + low : at + high] = chunks[row].reshape(taps, size, -1)[:, low - row * size : high - row * size]
 
+    def place(self, run: Run, number: int) -> np.ndarray | None:
+        """uint8 ``[chunk tokens, bytes of a token]`` where a chunk of a run belongs, contiguous; None: not all of it is wanted."""
+        row, tap = divmod(number, run.taps)
+        at = self.token + (run.row + row) * self._chunk_tokens - self.start
+        if at < 0 or at + self._chunk_tokens > self.stop - self.start:
+            return None
+        return self._out[run.tap + tap, at : at + self._chunk_tokens]
+
     def _name(self, which: np.ndarray) -> str:
         """Of the first of these: bool ``[rows, k]``."""
         row, tap = np.argwhere(which)[0].tolist()
@@ -140,39 +149,5 @@ def scratch(length: int) -> np.ndarray:
     """This thread's scratch memory: fresh memory for every read would cost a page fault each 4 KB."""
     held = getattr(_thread, "buffer", None)
     if held is None or len(held) < length:
-        held = _thread.buffer = np.empty(max(length, READ_BYTES), np.uint8)
+        held = _thread.buffer = np.empty(length, np.uint8)
     return held[:length]
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    """This thread's."""
-    held = getattr(_thread, "decompressor", None)
-    if held is None:
-        held = _thread.decompressor = zstandard.ZstdDecompressor()
-    return held
-
-
-def _side_by_side(pieces: zstandard.BufferWithSegmentsCollection, size: int) -> Iterator[np.ndarray]:
-    """Pieces of this size, in order, as uint8 ``[n, size]`` where they lie: side by side in a few allocations."""
-    arrays = [np.frombuffer(piece, np.uint8) for piece in pieces]
-    places = [array.__array_interface__["data"][0] for array in arrays]
-    begin = 0
-    for end in range(1, len(arrays) + 1):
-        if end == len(arrays) or places[end] != places[end - 1] + size:
-            yield np.lib.stride_tricks.as_strided(arrays[begin], (end - begin, size), (size, 1), writeable=False)
-            begin = end
-
-
-def decompressed(content: memoryview, frames: list[int], size: int) -> Iterator[np.ndarray]:
-    """Frames of zstd as uint8 ``[n, size]``, in order, a few arrays of them.
-
-    Args:
-        frames: where each begins in ``content``, and its bytes, one after another.
-        size: bytes of each when decompressed.
-
-    Raises:
-        zstandard.ZstdError, ValueError: one is no frame, or of another size.
-    """
-    segments = zstandard.BufferWithSegments(content, np.array(frames, "<u8").tobytes())
-    wanted = np.full(len(frames) // 2, size, "<u8").tobytes()
-    return _side_by_side(_decompressor().multi_decompress_to_buffer(segments, decompressed_sizes=wanted, threads=1), size)

@@ -9,23 +9,26 @@ that goes to the GPU, threads work outside the interpreter lock, and a sample's 
 read. A shard file is its encoded chunks one after another, then ``C * K`` pairs (offset, bytes) uint64, then crc32c.
 """
 
+import contextlib
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zstandard
+from zstandard import ZstdError, frame_content_size
 
 from dflash_offline.errors import StoreDamagedError, StoreError
-from dflash_offline.store.shard_chunks import Chunks, Run, ShardFile, decompressed, scratch
-from dflash_offline.store.shard_writing import ABSENT, KEEP_LOCK, crc32c, crc32c_number
+from dflash_offline.store import checksums
+from dflash_offline.store.shard_chunks import Chunks, Run, ShardFile, scratch
+from dflash_offline.store.shard_writing import ABSENT, crc32c, crc32c_number
+from dflash_offline.store.threads import Read
 
 ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
-_SPAN_BYTES = 8 << 20  # read by one thread at a time
+_SPAN_BYTES = 8 << 20  # of an array in an object store, fetched by one thread
 
 
 def array_metadata(
@@ -167,7 +170,7 @@ class ShardedArray:
         self.chunk_tokens, self.shard_tokens = self.meta.chunk[0], self.meta.shard[0]
         self.chunk_bytes = self.chunk_tokens * self.meta.shape[2] * self.meta.dtype.itemsize
         self._indexes: dict[int, np.ndarray] = {}
-        self._checksums, self._learning = [0], threading.Lock()
+        self._right = checksums.EqualChunks(self.chunk_bytes)
 
     def _index(self, shard: int, file: ShardFile) -> np.ndarray:
         index = self._indexes.get(shard)
@@ -194,87 +197,86 @@ class ShardedArray:
             yield start, last
             start = last
 
-    def read(self, start: int, stop: int, taps: Sequence[int], out: np.ndarray) -> int:
-        """Read tokens ``[start, stop)`` of some taps.
+    def reads(self, start: int, stop: int, taps: Sequence[int], out: np.ndarray, files: contextlib.ExitStack) -> Iterator[Read]:
+        """What reads tokens ``[start, stop)`` of some taps, a few MB each, for any thread: each gives the bytes read from files.
 
         Args:
             out: uint8 ``[k, stop - start, W * itemsize]``, each tap's rows contiguous.
-
-        Returns:
-            Bytes read from files.
+            files: closes the shards when all has been read.
 
         Raises:
-            StoreDamagedError: a chunk is missing or fails its checksum; names file, tap and tokens.
+            StoreDamagedError: a chunk is missing or, when called, fails its checksum; names file, tap and tokens.
         """
-        total, shard_tokens = 0, self.shard_tokens
+        size, shard_tokens = self.chunk_tokens, self.shard_tokens
         for shard in range(start // shard_tokens, -(-stop // shard_tokens)):
             first, last = max(start, shard * shard_tokens), min(stop, (shard + 1) * shard_tokens)
-            total += self._read_shard(shard, first, last, taps, out[:, first - start : last - start])
-        return total
-
-    def _read_shard(self, shard: int, start: int, stop: int, taps: Sequence[int], out: np.ndarray) -> int:
-        name, size = f"c/{shard}/0/0", self.chunk_tokens
-        try:
-            with self._open(name) as file:
-                base = shard * self.shard_tokens
-                begin, end = (start - base) // size, -(-(stop - base) // size)
+            name, base = f"c/{shard}/0/0", shard * shard_tokens
+            try:
+                file = files.enter_context(self._open(name))
+                begin, end = (first - base) // size, -(-(last - base) // size)
                 wanted = self._index(shard, file)[begin:end, list(taps)]
-                chunks = Chunks(
-                    file, taps, base + begin * size, start, stop, wanted, out,
-                    chunk_tokens=size, chunk_bytes=self.chunk_bytes, zstd=self.meta.zstd,
-                )  # fmt: skip
-                return sum(self._read_run(chunks, run) for run in chunks.runs())
-        except FileNotFoundError:
-            raise StoreDamagedError(
-                f"{self.folder / name}: the file is missing; tokens {start} to {stop} of its part cannot be read"
-            ) from None
-        except OSError as error:  # the disk fails, or something else than a file is there
-            raise StoreError(
-                f"{self.folder / name}: {error.strerror or error}; tokens {start} to {stop} of its part cannot be read. "
-                "If the disk is sound, `dflash-offline verify` says what else is damaged"
-            ) from None
+            except FileNotFoundError:
+                raise StoreDamagedError(
+                    f"{self.folder / name}: the file is missing; tokens {first} to {last} of its part cannot be read"
+                ) from None
+            except OSError as error:
+                raise self._unreadable(error, self.folder / name, first, last) from None
+            chunks = Chunks(
+                file, taps, base + begin * size, first, last, wanted, out[:, first - start : last - start],
+                chunk_tokens=size, chunk_bytes=self.chunk_bytes, zstd=self.meta.zstd,
+            )  # fmt: skip
+            for run in chunks.runs():
+                yield partial(self._read_run, chunks, run)
+
+    def read(self, start: int, stop: int, taps: Sequence[int], out: np.ndarray) -> int:
+        """All of ``reads``, here and now."""
+        with contextlib.ExitStack() as files:
+            return sum(read() for read in self.reads(start, stop, taps, out, files))
+
+    def _unreadable(self, error: OSError, path: Path | ShardFile, start: int, stop: int) -> StoreError:
+        """The disk fails, or something else than a file is there."""
+        return StoreError(
+            f"{path}: {error.strerror or error}; tokens {start} to {stop} of its part cannot be read. "
+            "If the disk is sound, `dflash-offline verify` says what else is damaged"
+        )
 
     def _read_run(self, chunks: Chunks, run: Run) -> int:
         """Read, check and copy chunks that lie side by side: few calls for all of them, since each lets go of the interpreter's lock."""
         held = scratch(run.length)
-        if chunks.file.preadv([held], run.offset) != run.length:
+        try:
+            found = chunks.file.preadv([held], run.offset)
+        except OSError as error:
+            raise self._unreadable(error, chunks.file, chunks.start, chunks.stop) from None
+        if found != run.length:
             raise StoreDamagedError(f"{chunks.file}: cut short before the end of {chunks.name(run, run.rows * run.taps - 1)}")
         (self._put_compressed if self.meta.zstd else self._put_raw)(chunks, run, held)
         return run.length
 
     def _put_raw(self, chunks: Chunks, run: Run, held: np.ndarray) -> None:
         pieces = held.reshape(-1, self.chunk_bytes + 4)
-        if crc32c_number(held) != self._checksum_of(len(pieces)):
+        if crc32c_number(held) != self._right.of(len(pieces)):
             for number, piece in enumerate(pieces):
                 if crc32c(piece[:-4]) != piece[-4:].tobytes():
                     raise chunks.damaged(run, number)
         chunks.put(run, 0, pieces[:, :-4])
 
-    def _checksum_of(self, count: int) -> int:
-        """crc32c of so many chunks side by side, each with its own behind it: where those are right, it depends on their length alone."""
-        known = self._checksums
-        if count >= len(known):
-            with self._learning:
-                chunk = bytes(self.chunk_bytes)
-                chunk += crc32c(chunk)
-                while count >= len(known):
-                    known.append(crc32c_number(chunk, known[-1]))
-        return known[count]
-
     def _put_compressed(self, chunks: Chunks, run: Run, held: np.ndarray) -> None:
-        frames, begin, content = [], 0, held.data
-        for number, size in enumerate(chunks.sizes[run.row : run.row + run.rows, run.tap : run.tap + run.taps].reshape(-1).tolist()):
-            end = begin + size - 4
-            check = int.from_bytes(content[end : end + 4], "little")
-            if crc32c_number(content[begin:end], 0, KEEP_LOCK) != check:
+        """To where they belong, straight: memory for them between would be fresh, and a page fault for each 4 KB."""
+        from numcodecs.zstd import decompress
+
+        sizes = chunks.sizes[run.row : run.row + run.rows, run.tap : run.tap + run.taps].reshape(-1).tolist()
+        whole, begin, content = crc32c_number(held) == checksums.of_right_chunks(sizes), 0, held.data
+        for number, size in enumerate(sizes):
+            frame, begin = content[begin : begin + size - 4], begin + size
+            if not whole and crc32c(frame) != content[begin - 4 : begin]:
                 raise chunks.damaged(run, number)
-            frames += begin, size - 4
-            begin = end + 4
-        number = 0
-        try:
-            for group in decompressed(content, frames, self.chunk_bytes):
-                chunks.put(run, number, group)
-                number += len(group)
-        except (zstandard.ZstdError, ValueError):
-            what = f"what is compressed from {chunks.name(run, 0)} on cannot be read; it has been damaged"
-            raise StoreDamagedError(f"{chunks.file}: {what}") from None
+            place = chunks.place(run, number)
+            try:
+                if place is not None and frame_content_size(frame) == self.chunk_bytes:
+                    decompress(frame, place)
+                else:
+                    part = np.frombuffer(decompress(frame), np.uint8)
+                    chunks.put(run, number, part.reshape(1, self.chunk_bytes))
+            except (RuntimeError, ValueError, ZstdError):
+                what = f"what is compressed in {chunks.name(run, number)} cannot be read; it has been damaged"
+                raise StoreDamagedError(f"{chunks.file}: {what}") from None

@@ -1,0 +1,74 @@
+"""Checks of many chunks by one pass over all of them: each check alone would let go of the interpreter's lock and fetch it again.
+
+A chunk in a file is followed by its crc32c. For a right one the crc32c of both is the same number whatever the chunk holds, and
+to go on from one number over n bytes that are right alone is linear in that number. So what right chunks side by side come to
+depends on their lengths only. (The linearity: W. W. Peterson and D. T. Brown, "Cyclic Codes for Error Detection", 1961.)
+Chunks of one size need no table.
+"""
+
+import threading
+
+import numpy as np
+from crc32c import crc32c as crc32c_number
+
+MOST_BYTES = 1 << 23  # of chunks side by side; the table has 4 bytes for each
+_RIGHT = crc32c_number(bytes(4))  # of any chunk and its check: an empty one's check is four zeros
+_lock = threading.Lock()
+_table = np.array([_RIGHT], np.uint32)  # [n]: what a right chunk has become n bytes later
+
+
+def _over_a_byte(number: int) -> int:
+    return crc32c_number(b"\0", number) ^ crc32c_number(b"\0")
+
+
+def _apply(columns: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """A linear map of 32 bits, given as what it makes of each bit, uint32 ``[32]``, applied to uint32 ``[n]``."""
+    found = np.zeros_like(numbers)
+    for byte in range(4):
+        made = np.zeros(1, np.uint32)  # of all values of this byte
+        for column in columns[8 * byte : 8 * byte + 8]:
+            made = np.concatenate([made, made ^ column])
+        found ^= made[numbers >> np.uint32(8 * byte) & np.uint32(255)]
+    return found
+
+
+def _table_for(length: int) -> np.ndarray:
+    """The table with more than ``length`` entries, made as far as ever needed, by doubling."""
+    global _table
+    with _lock:
+        if len(_table) <= length:
+            columns, size, table = np.array([_over_a_byte(1 << bit) for bit in range(32)], np.uint32), 1, _table
+            while size <= length:
+                if len(table) == size:
+                    table = np.concatenate([table, _apply(columns, table)])
+                columns, size = _apply(columns, columns), 2 * size
+            _table = table
+    return _table
+
+
+def of_right_chunks(sizes: list[int]) -> int | None:
+    """crc32c of chunks of these many bytes side by side, checks included, if all are right. None: too long for that."""
+    behind = np.cumsum([0, *sizes[:0:-1]])  # bytes after each, from the last one on
+    length = int(behind[-1])
+    if length >= MOST_BYTES:
+        return None
+    table = _table if length < len(_table) else _table_for(length)
+    return int(np.bitwise_xor.reduce(table[behind]))
+
+
+class EqualChunks:
+    """The same for chunks of one size, that of each given without its check."""
+
+    def __init__(self, chunk_bytes: int):
+        self._chunk_bytes, self._known, self._lock = chunk_bytes, [0], threading.Lock()
+
+    def of(self, count: int) -> int:
+        """crc32c of so many right chunks side by side, checks included."""
+        known = self._known
+        if count >= len(known):
+            with self._lock:
+                chunk = bytes(self._chunk_bytes)
+                chunk += crc32c_number(chunk).to_bytes(4, "little")
+                while count >= len(known):
+                    known.append(crc32c_number(chunk, known[-1]))
+        return known[count]
