@@ -51,7 +51,7 @@ class Watcher(threading.Thread):
         super().__init__(daemon=True)
         self.root, self.gpus = root, gpus
         self.peak_mib: dict[str, int] = {}
-        self.seen: dict[str, dict[str, float]] = {}  # process -> when it was first seen, and first seen at work
+        self.seen: dict[str, dict[str, Any]] = {}  # process -> when it was first seen, first seen at work, and last seen to say something
         self.ended = threading.Event()
 
     def run(self) -> None:
@@ -62,6 +62,8 @@ class Watcher(threading.Thread):
                 except Exception:  # being replaced
                     continue
                 times = self.seen.setdefault(f"{path.parent.name}/{path.name.removesuffix('.progress.json')}", {"began": time.time()})
+                times["last"] = time.time() if state != times.pop("state", None) else times["last"]
+                times["state"] = state
                 if "at_work" not in times and (state["text"] == "training" or state["numbers"].get("tokens")):
                     times["at_work"] = time.time()
             if self.gpus:
@@ -221,7 +223,12 @@ def run_case(name: str, arguments: argparse.Namespace, work: Path) -> dict[str, 
     watcher.start()
     began = time.perf_counter()
     with (folder / "output.txt").open("w") as output:
-        status = subprocess.run(command, cwd=folder, env=os.environ | caches, stdout=output, stderr=subprocess.STDOUT).returncode
+        running = subprocess.Popen(command, cwd=folder, env=os.environ | caches, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            status = running.wait(arguments.limit_s)
+        except subprocess.TimeoutExpired:  # figures of what was done are kept
+            running.terminate()
+            status = running.wait()
     seconds = time.perf_counter() - began
     watcher.ended.set()
     watcher.join()
@@ -240,6 +247,7 @@ def run_case(name: str, arguments: argparse.Namespace, work: Path) -> dict[str, 
         "until_at_work_s": {
             process: round(times["at_work"] - times["began"], 1) for process, times in sorted(watcher.seen.items()) if "at_work" in times
         },
+        "seconds_of_processes": {process: round(times["last"] - times["began"], 1) for process, times in sorted(watcher.seen.items())},
         "peak_gpu_gib": {index: round(mib / 1024, 1) for index, mib in sorted(watcher.peak_mib.items())},
         "said": [
             line for line in said if any(word in line for word in ("loaded in", "kernels (", "ready after", "warning", "out of memory"))
@@ -334,6 +342,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="layers of the 27B shape instead of 64")
     parser.add_argument("--tokens", type=int, help="tokens of the synthetic corpus")
     parser.add_argument("--steps", type=int, help="most training steps")
+    parser.add_argument("--limit-s", type=float, help="stop a run after so many seconds and keep the figures of what it did")
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--micro-batches", type=int, default=1, help="of a rank in a step")
     parser.add_argument("--head-precision", choices=["bf16", "fp8"], default="bf16")

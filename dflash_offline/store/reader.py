@@ -76,7 +76,8 @@ class HiddenStateStore:
         verify: ``"sizes"`` compares manifests and file sizes now, ``"deep"`` also checksums a part's files before their
             first use, ``"off"`` neither. Chunk checksums are compared on every read in any case.
         parts: only these parts.
-        threads: read in parallel; None = 16, or as many as there are cores; 16 from an object store in any case.
+        threads: of a batch, read in parallel; None = 8, or as many as there are cores: more wait for the interpreter's lock; 16
+            from an object store.
         cache_bytes, cache_folder: of a store in an object store: how much of it is kept on this host, and where; see ``remote``.
 
     Raises:
@@ -97,7 +98,7 @@ class HiddenStateStore:
         self.path, self.verify = mirror(path) if isinstance(path, str) and "://" in path else Path(path), verify
         self._cache = {"cache_bytes": cache_bytes, "cache_folder": cache_folder}
         self.remote = Remote.of(self.path, **self._cache)
-        self.threads = threads or (16 if self.remote else min(16, len(os.sched_getaffinity(0))))
+        self.threads = threads or (16 if self.remote else min(8, len(os.sched_getaffinity(0))))
         self.attributes = schema.read_attributes(self.path)
         self.identity: dict[str, Any] = self.attributes["identity"]
         entries = schema.read_index(self.path)["parts"]

@@ -1,7 +1,7 @@
 """Chunks of one shard on their way from the file to where they are wanted.
 
 What lies side by side in the file is a run: one read, one check, one copy. Each of them lets go of the interpreter's lock,
-and getting it back from sixteen reading threads takes longer than checking a chunk.
+and getting it back from many reading threads takes longer than checking a chunk.
 
 K taps, k selected taps, a row: the chunks of all selected taps for the same tokens.
 """
@@ -14,8 +14,8 @@ import numpy as np
 
 from dflash_offline.errors import StoreDamagedError
 
-READ_BYTES = 3 << 20  # most bytes in one read, unless a row of chunks has more; they are in a cache until they are copied
-COMPRESSED_READ_BYTES = 1 << 20  # the same of compressed chunks
+READ_BYTES = 6 << 20  # most bytes in one read, unless a row of chunks has more; they are in a cache until they are copied
+COMPRESSED_READ_BYTES = 2 << 20  # the same of compressed chunks
 _thread = threading.local()  # scratch memory of each thread
 
 
