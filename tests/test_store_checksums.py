@@ -30,3 +30,10 @@ def test_chunks_too_long_for_the_table_are_left_to_be_checked_one_by_one() -> No
 def test_chunks_of_one_size_come_to_the_same_without_a_table() -> None:
     right = checksums.EqualChunks(100)
     assert [right.of(count) for count in (7, 1, 3)] == [checksums.of_right_chunks([104] * count) for count in (7, 1, 3)]
+
+
+def test_what_checks_say_of_chunks_joined_without_them() -> None:
+    generator, right = random.Random(0), checksums.EqualChunks(1000)
+    contents = [generator.randbytes(1000) for _ in range(9)]
+    for count in (0, 1, 2, 9):
+        assert right.joined(map(crc32c, contents[:count])) == crc32c(b"".join(contents[:count]))

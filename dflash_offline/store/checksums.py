@@ -7,6 +7,7 @@ Chunks of one size need no table.
 """
 
 import threading
+from collections.abc import Iterable
 
 import numpy as np
 from crc32c import crc32c as crc32c_number
@@ -21,13 +22,21 @@ def _over_a_byte(number: int) -> int:
     return crc32c_number(b"\0", number) ^ crc32c_number(b"\0")
 
 
-def _apply(columns: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """A linear map of 32 bits, given as what it makes of each bit, uint32 ``[32]``, applied to uint32 ``[n]``."""
-    found = np.zeros_like(numbers)
+def _tables(columns: np.ndarray) -> list[np.ndarray]:
+    """A linear map of 32 bits, given as what it makes of each bit, uint32 ``[32]``: what it makes of each value of the four bytes."""
+    tables = []
     for byte in range(4):
-        made = np.zeros(1, np.uint32)  # of all values of this byte
+        made = np.zeros(1, np.uint32)
         for column in columns[8 * byte : 8 * byte + 8]:
             made = np.concatenate([made, made ^ column])
+        tables.append(made)
+    return tables
+
+
+def _apply(columns: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The same map, of uint32 ``[n]``."""
+    found = np.zeros_like(numbers)
+    for byte, made in enumerate(_tables(columns)):
         found ^= made[numbers >> np.uint32(8 * byte) & np.uint32(255)]
     return found
 
@@ -61,6 +70,7 @@ class EqualChunks:
 
     def __init__(self, chunk_bytes: int):
         self._chunk_bytes, self._known, self._lock = chunk_bytes, [0], threading.Lock()
+        self._going_on: list[list[int]] = []
 
     def of(self, count: int) -> int:
         """crc32c of so many right chunks side by side, checks included."""
@@ -72,3 +82,15 @@ class EqualChunks:
                 while count >= len(known):
                     known.append(crc32c_number(chunk, known[-1]))
         return known[count]
+
+    def joined(self, checks: Iterable[int]) -> int:
+        """crc32c of chunks side by side without their checks, which are these."""
+        if not self._going_on:
+            zeros = bytes(self._chunk_bytes)
+            columns = np.array([crc32c_number(zeros, 1 << bit) ^ crc32c_number(zeros) for bit in range(32)], np.uint32)
+            self._going_on = [made.tolist() for made in _tables(columns)]
+        lowest, low, high, highest = self._going_on
+        value = 0
+        for check in checks:  # what the chunks before have come to goes on over this one
+            value = lowest[value & 255] ^ low[value >> 8 & 255] ^ high[value >> 16 & 255] ^ highest[value >> 24] ^ check
+        return value

@@ -124,6 +124,17 @@ class Chunks:
             low, high = max(begin, row * size), min(end, (row + 1) * size)
             out[:, at + low : at + high] = chunks[row].reshape(taps, size, -1)[:, low - row * size : high - row * size]
 
+    def whole_rows(self, run: Run) -> range:
+        """Rows of a run, from its first on, whose tokens are all wanted."""
+        first, size = self.token + run.row * self._chunk_tokens - self.start, self._chunk_tokens
+        return range(max(0, -(first // size)), max(0, min(run.rows, (self.stop - self.start - first) // size)))
+
+    def places(self, run: Run, rows: range) -> list[np.ndarray]:
+        """Where whole rows of a run belong, uint8 ``[len(rows), chunk bytes]`` of each tap, contiguous."""
+        at = self.token + (run.row + rows.start) * self._chunk_tokens - self.start
+        out = self._out[run.tap : run.tap + run.taps, at : at + len(rows) * self._chunk_tokens]
+        return [place.reshape(len(rows), -1) for place in out]
+
     def place(self, run: Run, number: int) -> np.ndarray | None:
         """uint8 ``[chunk tokens, bytes of a token]`` where a chunk of a run belongs, contiguous; None: not all of it is wanted."""
         row, tap = divmod(number, run.taps)

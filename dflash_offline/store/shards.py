@@ -28,6 +28,7 @@ from dflash_offline.store.shard_writing import ABSENT, crc32c, crc32c_number
 from dflash_offline.store.threads import Read
 
 ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
+_MOST_BUFFERS = 1024  # of one read; the system's limit
 _SPAN_BYTES = 8 << 20  # of an array in an object store, fetched by one thread
 
 
@@ -242,15 +243,45 @@ class ShardedArray:
 
     def _read_run(self, chunks: Chunks, run: Run) -> int:
         """Read, check and copy chunks that lie side by side: few calls for all of them, since each lets go of the interpreter's lock."""
+        if not self.meta.zstd and 2 * run.rows * run.taps <= _MOST_BUFFERS and chunks.whole_rows(run):
+            self._read_straight(chunks, run)
+            return run.length
         held = scratch(run.length)
+        self._fill(chunks, run, [held])
+        (self._put_compressed if self.meta.zstd else self._put_raw)(chunks, run, held)
+        return run.length
+
+    def _fill(self, chunks: Chunks, run: Run, buffers: Sequence[Any]) -> None:
         try:
-            found = chunks.file.preadv([held], run.offset)
+            found = chunks.file.preadv(buffers, run.offset)
         except OSError as error:
             raise self._unreadable(error, chunks.file, chunks.start, chunks.stop) from None
         if found != run.length:
             raise StoreDamagedError(f"{chunks.file}: cut short before the end of {chunks.name(run, run.rows * run.taps - 1)}")
-        (self._put_compressed if self.meta.zstd else self._put_raw)(chunks, run, held)
-        return run.length
+
+    def _read_straight(self, chunks: Chunks, run: Run) -> None:
+        """Whole chunks to where they belong, with no memory between, those of a tap side by side; the others by way of memory."""
+        whole, taps = chunks.whole_rows(run), run.taps
+        places = chunks.places(run, whole)
+        cut = [row for row in range(run.rows) if row not in whole]
+        held = scratch(len(cut) * taps * self.chunk_bytes).reshape(len(cut), taps, self.chunk_bytes)
+        checks, buffers, others = np.empty((run.rows, taps, 4), np.uint8), [], iter(held)
+        for row in range(run.rows):
+            wanted = [place[row - whole.start] for place in places] if row in whole else next(others)
+            for content, check in zip(wanted, checks[row], strict=True):
+                buffers += content, check
+        self._fill(chunks, run, buffers)
+        numbers = checks.view("<u4")[..., 0].tolist()
+        for tap, place in enumerate(places):
+            expected = self._right.joined(numbers[row][tap] for row in whole)
+            if crc32c_number(place) != expected:
+                bad = next(row for row in whole if crc32c_number(place[row - whole.start]) != numbers[row][tap])
+                raise chunks.damaged(run, bad * taps + tap)
+        for row, contents in zip(cut, held, strict=True):
+            for tap, content in enumerate(contents):
+                if crc32c_number(content) != numbers[row][tap]:
+                    raise chunks.damaged(run, row * taps + tap)
+            chunks.put(run, row * taps, contents)
 
     def _put_raw(self, chunks: Chunks, run: Run, held: np.ndarray) -> None:
         pieces = held.reshape(-1, self.chunk_bytes + 4)
