@@ -1,18 +1,15 @@
-"""Prompt files of an evaluation: JSONL with ``messages``; each file is one data set.
+"""Prompt files of an evaluation, in any format that conversations come in; each file is one data set.
 
 Outside ``evaluate``, which loads torch: ``doctor``, ``plan`` and the start of the pipeline read them too.
 """
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_offline.config import RunConfig
-from dflash_offline.errors import EvaluateError
+from dflash_offline.errors import CorpusError, EvaluateError
 
 
 def data_sets(config: RunConfig) -> dict[str, list["Prompt"]]:
@@ -71,52 +68,51 @@ class Prompt:
 
 def dataset_name(path: Path) -> str:
     """``eval-gsm8k.jsonl`` -> ``gsm8k``."""
-    name = path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
+    name = path.name
+    for suffix in (".gz", ".bz2", ".xz", ".zst", ".jsonl", ".json", ".parquet", ".arrow"):
+        name = name.removesuffix(suffix)
     return name.removeprefix("eval-")
 
 
 def read_prompts(path: Path, *, most: int) -> list[Prompt]:
-    """Read the first ``most`` prompts of a JSONL file (gzip or not).
+    """Read the first ``most`` prompts of a file, of any format that conversations come in.
 
-    A row holds ``messages`` (role and content), or ``prompt`` (one user turn).
+    A row holds messages, as a conversation does, or ``prompt`` (one user turn).
 
     Raises:
         EvaluateError: the file cannot be read or a row is no prompt; names file and line.
     """
+    from dflash_offline.corpus.reading import decode_block, read_file
+
     prompts: list[Prompt] = []
     try:
-        with path.open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rt", encoding="utf-8-sig") if packed else path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    prompts.append(_prompt(line, f"{path}, line {number}"))
+        for block in read_file(path, 0):
+            for line, row in decode_block(block):
+                if row is not None:
+                    prompts.append(_prompt(row, f"{path}, line {line}"))
                 if len(prompts) == most:
-                    break
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise EvaluateError(f"{path}: cannot be read ({error})") from None
+                    return prompts
+    except CorpusError as error:
+        raise EvaluateError(str(error)) from None
     if not prompts:
         raise EvaluateError(f"{path}: holds no prompts")
     return prompts
 
 
-def _prompt(line: str, where: str) -> Prompt:
+def _prompt(row: Any, where: str) -> Prompt:
+    from dflash_offline.corpus.schema import RowRejected, read_messages
+
     try:
-        row = json.loads(line.strip())  # without its end: an error there would be placed on the next line
-    except json.JSONDecodeError as error:
-        raise EvaluateError(f"{where}: not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})") from None
-    except (ValueError, RecursionError) as error:
-        raise EvaluateError(f"{where}: not valid JSON ({error})") from None
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if messages is None and isinstance(row, dict) and isinstance(row.get("prompt"), str):
-        messages = [{"role": "user", "content": row["prompt"]}]
-    if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in messages
-    ):
-        raise EvaluateError(f"{where}: no messages with role and text content")
-    if messages and messages[-1]["role"] == "assistant":
+        if isinstance(row, RowRejected):
+            raise row
+        if isinstance(row, dict) and isinstance(row.get("prompt"), str) and row.get("messages") is None:
+            row = {**row, "messages": [{"role": "user", "content": row["prompt"]}]}
+        messages = read_messages(row)
+    except RowRejected as error:
+        raise EvaluateError(f"{where}: {error.reason}" + (f" ({error.detail})" if error.detail else "")) from None
+    if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
-    prompt = Prompt([{"role": m["role"], "content": m["content"]} for m in messages], where)
+    prompt = Prompt(messages, where)
     if not prompt.num_turns:
         raise EvaluateError(f"{where}: no user message to answer")
     if any(m["role"] == "user" and not m["content"].strip() for m in prompt.messages):

@@ -91,7 +91,7 @@ def test_prompt_files_are_read(tmp_path: Path, tiny_target: Path) -> None:
     found = check(3)
     assert (found.level, found.found) == ("ok", "1 file, 3 prompts")
     found = check(4)
-    assert found.level == "fail" and "sums.jsonl, line 4: not valid JSON" in found.found and found.advice
+    assert found.level == "fail" and "sums.jsonl, line 4: invalid JSON" in found.found and found.advice
 
 
 def test_a_gpu_that_cannot_train_with_the_settings_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

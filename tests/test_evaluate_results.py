@@ -106,11 +106,24 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert [prompt.num_turns for prompt in prompts] == [2, 1, 1, 1] and dataset_name(path) == "x"
     assert list(prompts[0].turns()) == [1, 2] and list(prompts[2].turns()) == [3] and prompts[3].messages == [user]
     assert len(read_prompts(path, most=2)) == 2
+    parts, turn = (
+        {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]},
+        {"from": "human", "value": "v"},
+    )
+    (tmp_path / "array.json").write_text(json.dumps([{"messages": [parts]}, {"conversations": [turn]}], indent=1))
+    assert [p.messages for p in read_prompts(tmp_path / "array.json", most=9)] == [
+        [{"role": "user", "content": "one two"}],
+        [{"role": "user", "content": "v"}],
+    ]
     empty = {"role": "user", "content": " \n"}
     for row, message in (
-        ("{", r"line 2: not valid JSON \(Expecting property name enclosed in double quotes at column 2\)$"),
-        ('{"prompt": "cut', r"line 2: not valid JSON \(Unterminated string starting at column 12\)$"),
-        ("[" * 100_000, "line 2: not valid JSON"),
+        ("{", r"line 2: invalid JSON \(Expecting property name enclosed in double quotes at column 2\)$"),
+        ('{"prompt": "cut', r"line 2: invalid JSON \(Unterminated string starting at column 12\)$"),
+        ("[" * 100_000, "bad.jsonl:3: row 1 cannot be read"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            r"line 2: multimodal \(a content part of type 'image_url'\)$",
+        ),
         ({"x": 1}, "line 2: no messages"),
         ({"messages": [answer]}, "no user message"),
         ({"messages": [empty]}, "line 2: the user message is empty"),
@@ -124,8 +137,8 @@ def test_prompt_files(tmp_path: Path) -> None:
     packed = bytearray(gzip.compress(path.read_bytes()))
     packed[10] = 0xFF  # the first byte of what is packed: no such kind of block
     (tmp_path / "damaged.gz").write_bytes(packed)
-    for name in ("absent.jsonl", "damaged.gz"):
-        with pytest.raises(EvaluateError, match="cannot be read"):
+    for name, message in (("absent.jsonl", "cannot be read"), ("damaged.gz", "damaged or cut short")):
+        with pytest.raises(EvaluateError, match=message):
             read_prompts(tmp_path / name, most=9)
 
 
@@ -135,7 +148,7 @@ def test_data_sets_of_a_run_file(tmp_path: Path, run_file: Callable[..., Path]) 
     assert {name: len(prompts) for name, prompts in data_sets(config).items()} == {"x": 2}, "what is not asked is not read"
     other = write_lines(tmp_path / "b" / "x.jsonl", [{"prompt": "p"}])
     for changes, message in (
-        ({"max_prompts": 3}, rf"run\.toml: \[evaluate\] prompts: {good}, line 3: not valid JSON"),
+        ({"max_prompts": 3}, rf"run\.toml: \[evaluate\] prompts: {good}, line 3: invalid JSON"),
         ({"prompts": [str(good), str(other)]}, rf"run\.toml: \[evaluate\] prompts: {other}: another prompt file is called 'x' too"),
     ):
         with pytest.raises(EvaluateError, match=message):

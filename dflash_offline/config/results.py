@@ -11,7 +11,8 @@ class EvaluateConfig(Section):
     """The real draft-and-verify loop after training."""
 
     prompts: list[str] = Field(
-        [], description="Prompt files (JSONL with messages); each file is one data set. None: evaluation on held-out rows only."
+        [],
+        description="Prompt files, in any format that [corpus] reads; each file is one data set. None: evaluation on held-out rows only.",
     )
     max_prompts: PositiveInt = Field(80, description="Most prompts taken from one file.")
     max_new_tokens: PositiveInt = Field(256, description="Most tokens generated for one turn.")
