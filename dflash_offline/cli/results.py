@@ -177,7 +177,7 @@ def evaluate(
     no_baseline: bool,
     as_json: bool,
 ) -> None:
-    """Draft and verify on PROMPTS files (any format that [corpus] reads): acceptance length, speed, and that the text is the target's own."""
+    """Draft and verify on PROMPTS files (any format [corpus] reads): acceptance length, speed, and that the text is the target's own."""
     from dflash_offline.evaluate import evaluate_folder
     from dflash_offline.progress import Progress
 
