@@ -74,6 +74,7 @@ class Replica:
         self._checked = False
         self._seen, self._looked = set[str](), 0.0
         self._computed_tokens, self._started = 0, 0.0
+        self._computed_of: dict[str, int] = {}  # tokens of each part, by this process
         self._commit_lines: dict[str, dict[str, Any]] = {}
 
     def run(self) -> None:
@@ -186,6 +187,7 @@ class Replica:
 
         def progress(rows: int, tokens: int) -> None:
             self._computed_tokens += tokens
+            self._computed_of[part.name] = self._computed_of.get(part.name, 0) + tokens
             self._report(text=f"{part.name}: {rows} of {len(part.rows)} rows", part_rows_done=rows, part_rows=len(part.rows))
 
         tokens = run_batches(part, job, self.forwarder, self.corpus, resume=resume, first_batch=first_batch, progress=progress)
@@ -329,7 +331,9 @@ class Replica:
         left = sum(part.tokens for part in self.plan.parts if part.name not in committed)
         numbers: dict[str, float] = {"tokens": self._computed_tokens, "replica": self.replica, "tokens_left": left}
         if rate := self.tokens_per_s:
-            numbers |= {"tokens_per_s": round(rate, 1), "eta_s": round(left / rate / max(1, self.replicas), 1)}
+            replicas = max(1, self.replicas)
+            begun = replicas * sum(tokens for name, tokens in self._computed_of.items() if name not in committed)  # others alike
+            numbers |= {"tokens_per_s": round(rate, 1), "eta_s": round(max(0, left - begun) / rate / replicas, 1)}
         numbers |= {"writer_queue": self.backlog.waiting, "writer_queue_limit": self.backlog.limit, **part}
         self.progress.update(done=done, total=len(self.plan.parts), text=text, force=force, **numbers)
 
