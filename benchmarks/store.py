@@ -15,7 +15,8 @@ memory   writing the same into a folder in memory: what the writer does when no 
 device   encoding and decoding kernels, GB/s of bf16 taken or produced
 
 Peers, on the same values: ``torch.save`` per sample read with ``mmap=True`` (SpecForge), the same gzipped (its option, at 0.02
-GB/s: the first samples only), safetensors per sample (speculators). And the store's own files through zarr-python and zarrs.
+GB/s: the first samples only), safetensors per sample (speculators). And the store's own files through zarr-python and zarrs, and as
+training on a GPU reads them, by processes.
 
 Writes benchmarks/results/store.json, one entry a machine.
 """
@@ -40,6 +41,7 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+import store_processes
 import torch
 import zarr
 
@@ -319,7 +321,10 @@ def files_section(real: list[torch.Tensor], gigabytes: float, folder: Path, seco
         written = timed_write(write, folder / name, bf16_bytes)
         result[name] = files_and_bytes(folder / name, bf16_bytes) | written
         print(name, result[name], flush=True)
-    for name, read in readers({name: folder / name for name in ways}).items():
+    store_processes.write_corpus(folder / "corpus", [len(sample) for sample in samples])
+    all_readers = readers({name: folder / name for name in ways})
+    all_readers |= store_processes.readers({name: folder / name for name in ("lossless", "int8")}, folder / "corpus")
+    for name, read in all_readers.items():
         place, count = result.setdefault(name, {}), min(counts.get(name, len(samples)), len(samples))
         drop_cache(folder / name.split(" ")[0])
         place["read_cold_samples_per_s"] = round(timed_reads(read, count, seconds), 2)
@@ -330,6 +335,9 @@ def files_section(real: list[torch.Tensor], gigabytes: float, folder: Path, seco
         rates = {number: max(timed_reads(read, count, seconds, in_flight=number) for _ in range(3)) for number in at_once}
         place["read_warm_samples_per_s"] = round(max(rates.values()), 2)
         place["read_warm_in_flight"] = {str(number): round(rate, 2) for number, rate in rates.items()}
+        if isinstance(read, store_processes.TrainingReader):
+            place["processes"] = read.processes
+            read.close()
         print(name, place, flush=True)
     base = result["torch.save"]
     for place in result.values():

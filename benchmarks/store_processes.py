@@ -1,0 +1,71 @@
+"""A store read as training on a GPU reads it: whole micro-batches, by some processes, codes through shared memory into pinned memory."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_offline import store
+from dflash_offline.config.train import TrainConfig
+from dflash_offline.corpus import Corpus
+from dflash_offline.corpus.storage import CorpusWriter, row_hash
+from dflash_offline.dataset import BatchLoader, BatchShape, Job, processes_for
+from dflash_offline.manifest import write_manifest
+
+BLOCK_SIZE = 16
+
+
+def write_corpus(folder: Path, lengths: list[int]) -> None:
+    """Rows of these lengths, the tokens those of the benchmark's stores."""
+    folder.mkdir()
+    count = len(lengths)
+    rows, masks = [np.arange(length, dtype=np.int32) for length in lengths], [np.ones(length, np.uint8) for length in lengths]
+    hashes = [row_hash(row, mask) for row, mask in zip(rows, masks, strict=True)]
+    with CorpusWriter(folder) as writer:
+        writer.append(
+            {
+                "input_ids": np.concatenate(rows),
+                "loss_mask": np.concatenate(masks),
+                "lengths": np.array(lengths),
+                "hashes": np.frombuffer(b"".join(hashes), np.uint8).reshape(count, 32),
+                "prompt_hashes": np.arange(count),
+                "file_index": np.zeros(count),
+                "line": np.arange(1, count + 1),
+                "source_index": np.full(count, -1),
+                "truncated": np.zeros(count),
+            }
+        )
+        files = writer.finish(buckets=np.zeros(count), heldout=np.zeros(count))
+    counts = {"rows": count, "tokens": sum(lengths)}
+    rows_from = {"files": ["rows.jsonl"], "sources": []}
+    write_manifest(folder, kind="corpus", key="benchmark", files=files, counts=counts, bucket_edges=[max(lengths) + 1], rows_from=rows_from)
+
+
+class TrainingReader:
+    """Call it with sample numbers; from as many threads as there are processes."""
+
+    def __init__(self, root: Path, corpus: Path) -> None:
+        self.processes = processes_for(1)
+        opened = store.HiddenStateStore(root, verify="off")
+        self._lengths, self._train = opened.lengths, TrainConfig()
+        self._loader = BatchLoader(
+            Corpus.open(corpus), opened, np.arange(len(opened)), self._train, taps=list(range(opened.num_taps)),
+            block_size=BLOCK_SIZE, pin=torch.cuda.is_available(), processes=self.processes,
+        )  # fmt: skip
+        with ThreadPoolExecutor(self.processes) as threads:  # each takes one, which is a matter of seconds
+            list(threads.map(self, [[0]] * self.processes))
+
+    def __call__(self, numbers: list[int]) -> Any:
+        shape = BatchShape(0, int(self._lengths[numbers].sum()), len(numbers) * self._train.anchors)
+        return self._loader.load(Job(0, 0, 0, numbers, shape))
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def readers(folders: dict[str, Path], corpus: Path) -> dict[str, Callable[[list[int]], Any]]:
+    """``{way: read}`` of some stores."""
+    return {f"{name} as training reads it": TrainingReader(folder, corpus) for name, folder in folders.items()}
