@@ -19,7 +19,7 @@ Phase 1: conversations -> hidden states
     ``codecs``      bfloat16 kept bit-exact, or coarser: the numeric step
     ``store``       the hidden-state store in Zarr: schema, resumable writer, verified reader
     ``capture``     one replica of the target                             stage ``python -m dflash_offline.capture``
-    ``leases``      who works on which part
+    ``store_url``   of a store in an object store: never with a secret    ``leases``    who works on which part
 
 Phase 2: hidden states -> drafter (the target's layers are not needed)
     ``drafter``     the module                ``attention``   block mask and kernels

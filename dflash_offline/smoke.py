@@ -50,7 +50,7 @@ def run_smoke(config: RunConfig, *, rows: int, steps: int, keep: bool, say: Call
             with contextlib.suppress(OSError):  # another command put something there meanwhile
                 each.rmdir()
         raise
-    goes = "" if keep else "; what is said to lie there is deleted at the end, --keep leaves it"
+    goes = "" if keep else "; deleted when all went well, --keep leaves it"
     say(f"{counted(taken, 'conversation')}, at most {counted(steps, 'step')}, in {folder}{goes}")
     begin = time.monotonic()
     task = "DFlashAll" if keep else "WriteReport"  # the same chain; DFlashAll would end with paths that are deleted next

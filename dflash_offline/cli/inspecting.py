@@ -151,14 +151,31 @@ def find_sample(store: "HiddenStateStore", which: str) -> int:
     """
     from dflash_offline.errors import StoreError
 
+    if not len(store):
+        raise StoreError(f"{store.path}: holds no committed part yet; capture first")
     if which.lstrip("-").isdigit() and len(which) < 12:
         if not -len(store) <= int(which) < len(store):
-            raise StoreError(f"sample {which}: the store has {len(store):,}, numbered from 0")
+            raise StoreError(f"sample {which}: the store has {counted(len(store), 'sample')}, numbered from 0")
         return int(which) % len(store)
     hits = [i for i, row in enumerate(store.hashes) if row.tobytes().hex().startswith(which.lower())]
     if len(hits) != 1:
         raise StoreError(f"sample {which!r}: {len(hits) or 'no'} samples have a content hash that starts like that")
     return hits[0]
+
+
+def layer_positions(store: "HiddenStateStore", layers: str) -> list[int]:
+    """Positions along the captured layers of what ``--layers`` names.
+
+    Raises:
+        StoreError: it names none, or one that was not captured.
+    """
+    from dflash_offline.errors import StoreError
+
+    wanted = [layer.strip() for layer in layers.split(",")]
+    if not all(layer.removeprefix("-").isdigit() or layer == "last" for layer in wanted):
+        names = ", ".join(map(str, store.layer_names))
+        raise StoreError(f"--layers {layers}: give layer ids separated by commas; captured are [{names}]")
+    return store.positions([layer if layer == "last" else int(layer) for layer in wanted])
 
 
 @click.command()
@@ -199,10 +216,7 @@ def show(
     opened = stores.HiddenStateStore(store_path(store, config))
     number, positions = find_sample(opened, sample), None
     if layers is not None:
-        try:
-            positions = opened.positions([int(layer) for layer in layers.split(",")])
-        except ValueError:
-            raise StoreError(f"--layers {layers}: give layer ids separated by commas; captured are {opened.layer_ids}") from None
+        positions = layer_positions(opened, layers)
     length = int(opened.lengths[number])
     if not range(length)[tokens]:
         raise StoreError(f"--tokens: sample {number} has {counted(length, 'token')}, numbered from 0; the range holds none of them")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from dflash_offline.cli.inspecting import find_sample
+from dflash_offline.cli.inspecting import find_sample, layer_positions
 from dflash_offline.cli.options import echo_json, json_option, store_arguments, store_path
 from dflash_offline.figures import bytes_text
 
@@ -18,14 +18,10 @@ from dflash_offline.figures import bytes_text
 def export_sample(sample: str, out: Path, store: Path | None, config: Path | None, as_json: bool, layers: str | None) -> None:
     """Write one SAMPLE (number, or start of its content hash) to OUT, a safetensors file: ids, mask, bfloat16 hidden states."""
     from dflash_offline import store as stores
-    from dflash_offline.errors import StoreError
 
     opened, positions = stores.HiddenStateStore(store_path(store, config)), None
     if layers is not None:
-        try:
-            positions = opened.positions([int(layer) for layer in layers.split(",")])
-        except ValueError:
-            raise StoreError(f"--layers {layers}: give layer ids separated by commas; captured are {opened.layer_ids}") from None
+        positions = layer_positions(opened, layers)
     found = stores.export_sample(opened, find_sample(opened, sample), out, layers=positions)
     if as_json:
         echo_json(found)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from dflash_offline.config.section import PositiveInt, Section
+from dflash_offline.store_url import HOLDS_SECRETS, holds_secrets
 
 
 class StoreConfig(Section):
@@ -37,9 +38,8 @@ class StoreConfig(Section):
     def _url(cls, url: str | None) -> str | None:
         if url is None:
             return None
-        secret = r"[^/:]*:/*([^/]*|[^/]*:(?!\d+/).*)@"  # user and password before the host; a secret key may hold slashes
-        if re.match(secret, url) or "?" in url or "#" in url:  # not repeated in the message: it may hold a password
-            raise ValueError("url holds credentials or options; give SCHEME://BUCKET/PREFIX and put credentials into the environment")
+        if holds_secrets(url):  # not repeated in the message
+            raise ValueError(f"url {HOLDS_SECRETS}")
         if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s]+", url):
             raise ValueError(f'url = "{url}": give SCHEME://BUCKET/PREFIX, for example "s3://bucket/prefix"')
         if url.startswith("memory://"):

@@ -59,10 +59,11 @@ class BlockCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(content)
             temporary.replace(path)
-        except OSError as error:  # disk full, or the folder was removed meanwhile: reading goes on without
+        except OSError as error:  # disk full, say: reading goes on without
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            self._tell(error)
+            if not isinstance(error, FileNotFoundError):  # that is a folder forgotten meanwhile, for damage that another thread met
+                self._tell(error)
 
     def _tell(self, error: OSError) -> None:
         """Say once that a cache is none: every epoch then fetches the whole store again."""

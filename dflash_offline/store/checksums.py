@@ -6,7 +6,6 @@ depends on their lengths only. (The linearity: W. W. Peterson and D. T. Brown, "
 Chunks of one size need no table.
 """
 
-import threading
 from collections.abc import Iterable
 
 import numpy as np
@@ -14,7 +13,6 @@ from crc32c import crc32c as crc32c_number
 
 MOST_BYTES = 1 << 23  # of chunks side by side; the table has 4 bytes for each
 _RIGHT = crc32c_number(bytes(4))  # of any chunk and its check: an empty one's check is four zeros
-_lock = threading.Lock()
 _table = np.array([_RIGHT], np.uint32)  # [n]: what a right chunk has become n bytes later
 
 
@@ -42,17 +40,18 @@ def _apply(columns: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def _table_for(length: int) -> np.ndarray:
-    """The table with more than ``length`` entries, made as far as ever needed, by doubling."""
+    """The table with more than ``length`` entries, made as far as ever needed, by doubling.
+
+    Without a lock: a process forked meanwhile would wait for one for ever. Two threads may both make it.
+    """
     global _table
-    with _lock:
-        if len(_table) <= length:
-            columns, size, table = np.array([_over_a_byte(1 << bit) for bit in range(32)], np.uint32), 1, _table
-            while size <= length:
-                if len(table) == size:
-                    table = np.concatenate([table, _apply(columns, table)])
-                columns, size = _apply(columns, columns), 2 * size
-            _table = table
-    return _table
+    columns, size, table = np.array([_over_a_byte(1 << bit) for bit in range(32)], np.uint32), 1, _table
+    while size <= length:
+        if len(table) == size:
+            table = np.concatenate([table, _apply(columns, table)])
+        columns, size = _apply(columns, columns), 2 * size
+    _table = max(_table, table, key=len)
+    return table
 
 
 def of_right_chunks(sizes: list[int]) -> int | None:
@@ -69,18 +68,18 @@ class EqualChunks:
     """The same for chunks of one size, that of each given without its check."""
 
     def __init__(self, chunk_bytes: int):
-        self._chunk_bytes, self._known, self._lock = chunk_bytes, [0], threading.Lock()
+        self._chunk_bytes, self._known = chunk_bytes, [0]
         self._going_on: list[list[int]] = []
 
     def of(self, count: int) -> int:
         """crc32c of so many right chunks side by side, checks included."""
         known = self._known
         if count >= len(known):
-            with self._lock:
-                chunk = bytes(self._chunk_bytes)
-                chunk += crc32c_number(chunk).to_bytes(4, "little")
-                while count >= len(known):
-                    known.append(crc32c_number(chunk, known[-1]))
+            chunk, known = bytes(self._chunk_bytes), list(known)  # a copy, not a lock: see ``_table_for``
+            chunk += crc32c_number(chunk).to_bytes(4, "little")
+            while count >= len(known):
+                known.append(crc32c_number(chunk, known[-1]))
+            self._known = known
         return known[count]
 
     def joined(self, checks: Iterable[int]) -> int:

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from dflash_offline.errors import StoreDamagedError, StoreError
+from dflash_offline.store_url import HOLDS_SECRETS, holds_secrets
 
 _OBSTORE = {"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file"}
 _RETRIES, _RETRY_S = 5, 60  # obstore's own: seconds in all, for a reply that got lost
@@ -178,8 +179,11 @@ def open_objects(url: str) -> Objects:
     """The folder at ``url``. Nothing is made there, and nothing asked of the store yet, but by kinds of fsspec that connect at once.
 
     Raises:
-        StoreError: the package for this kind of URL is not installed, the URL is none, or the store cannot be reached.
+        StoreError: the URL holds a secret, the package for this kind of URL is not installed, the URL is none, or the store
+            cannot be reached.
     """
+    if holds_secrets(url):
+        raise StoreError(f"the URL of the store {HOLDS_SECRETS}")
     scheme = url.partition("://")[0]
     kind, package = (_Obstore, "obstore") if scheme in _OBSTORE else (_Fsspec, "fsspec")
     try:

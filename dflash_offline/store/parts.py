@@ -63,7 +63,13 @@ class StoredPart:
 
     @cached_property
     def attributes(self) -> dict[str, Any]:
-        return manifest.read_json(self.folder / schema.GROUP_FILE)["attributes"]
+        try:
+            return manifest.read_json(self.folder / schema.GROUP_FILE)["attributes"]
+        except (DFlashError, KeyError):
+            where = self.folder / schema.GROUP_FILE
+            raise StoreDamagedError(
+                f"{where}: holds no attributes, or is no JSON; it was edited or damaged. `verify` lists what else is"
+            ) from None
 
     @cached_property
     def codec(self) -> Codec:
@@ -77,7 +83,9 @@ class StoredPart:
 
     @cached_property
     def arrays(self) -> list[ShardedArray]:
-        return [ShardedArray(self.folder / array.name, self._opener(array.name)) for array in self.codec.arrays]
+        where = self.folder if self.remote is None else f"{self.remote.url}/{self.name}"
+        names = [array.name for array in self.codec.arrays]
+        return [ShardedArray(self.folder / name, self._opener(name), f"{where}/{name}") for name in names]
 
     @cached_property
     def input_ids(self) -> np.ndarray:

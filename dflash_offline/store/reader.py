@@ -13,11 +13,10 @@ T tokens of a sample, K taps, k selected taps, H hidden size.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -51,6 +50,10 @@ class StoredSample:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    def __repr__(self) -> str:
+        trained = int(np.count_nonzero(self.loss_mask))
+        return f"<sample {self.number}, {self.part}: {len(self)} tokens, {trained} trained on, layers {self.store.layer_ids}>"
+
     def hidden_states(self, layers: Sequence[int] | None = None, tokens: slice = slice(None)) -> torch.Tensor:
         """bf16 ``[t, k, H]``; only the chunks that hold them are read.
 
@@ -58,6 +61,8 @@ class StoredSample:
             layers: positions along K (``store.positions(layer_ids)`` finds them); None = all.
             tokens: a slice without step.
         """
+        if not isinstance(tokens, slice):
+            raise StoreError(f"tokens = {tokens!r}: give a slice, as sample[10:20] or tokens=slice(10, 20)")
         start, stop, step = tokens.indices(len(self))
         if step != 1:
             raise StoreError(f"tokens = {tokens}: a step is not supported; slice the result instead")
@@ -95,6 +100,8 @@ class HiddenStateStore:
         cache_bytes: int | None = None,
         cache_folder: Path | str | None = None,
     ):
+        if verify not in get_args(Verify):
+            raise StoreError(f"{path}: verify = {verify!r}; known are {', '.join(map(repr, get_args(Verify)))}")
         self.path, self.verify = mirror(path) if isinstance(path, str) and "://" in path else Path(path), verify
         self._cache = {"cache_bytes": cache_bytes, "cache_folder": cache_folder}
         self.remote = Remote.of(self.path, **self._cache)
@@ -207,6 +214,10 @@ class HiddenStateStore:
     def __len__(self) -> int:
         return int(self._edges[-1])
 
+    def __repr__(self) -> str:
+        what = f"{self.codec.name}, layers {self.layer_ids}" if self._parts else "no committed part yet"
+        return f"<HiddenStateStore {self.path}: {len(self)} samples, {int(self.lengths.sum())} tokens, {what}>"
+
     def find(self, sha256: bytes) -> int:
         """Number of the sample with this content.
 
@@ -218,15 +229,22 @@ class HiddenStateStore:
             self._by_hash = {rows[i].tobytes(): i for i in range(len(rows) - 1, -1, -1)}
         return self._by_hash[sha256]
 
-    def positions(self, layer_ids: Sequence[int]) -> list[int]:
-        """Positions along K of these layer ids.
+    @property
+    def layer_names(self) -> list[int | str]:
+        """What ``positions`` knows: the layer ids and, with ``store_last_hidden``, ``"last"``."""
+        ids: list[int | str] = [*self.layer_ids]
+        return ids + ["last"] * (self.num_taps - len(ids) if self._parts else 0)
+
+    def positions(self, layers: Sequence[int | str]) -> list[int]:
+        """Positions along K of these layer ids, and of ``"last"`` where ``store_last_hidden`` was set.
 
         Raises:
             StoreError: one was not captured.
         """
-        if missing := [i for i in layer_ids if i not in self.layer_ids]:
-            raise StoreError(f"{self.path}: layer {missing[0]} was not captured; captured are {self.layer_ids}")
-        return [self.layer_ids.index(i) for i in layer_ids]
+        names = self.layer_names
+        if missing := [layer for layer in layers if layer not in names]:
+            raise StoreError(f"{self.path}: layer {missing[0]} was not captured; captured are [{', '.join(map(str, names))}]")
+        return [names.index(layer) for layer in layers]
 
     def locate(self, number: int) -> tuple[str, int]:
         """Part and index in it of a sample."""
@@ -243,6 +261,8 @@ class HiddenStateStore:
         return self._parts[at], number - int(self._edges[at])
 
     def __getitem__(self, number: int) -> StoredSample:
+        if isinstance(number, slice):
+            raise StoreError(f"{self.path}: store[{number.start}:{number.stop}]: take one sample at a time, as store[{number.start or 0}]")
         part, index = self._locate(number)
         rows = slice(int(part.offsets[index]), int(part.offsets[index + 1]))
         return StoredSample(
@@ -293,10 +313,13 @@ class HiddenStateStore:
         return EncodedBatch(self.codec, taps, arrays, edges, np.concatenate(ids or empty[0]), np.concatenate(masks or empty[1]), num_bytes)
 
     def _taps(self, layers: Sequence[int] | None) -> tuple[int, ...]:
+        if isinstance(layers, int | str):
+            raise StoreError(f"{self.path}: layers = {layers!r}: give a list of positions along the {self.num_taps} captured layers")
         taps = tuple(range(self.num_taps)) if layers is None else tuple(int(i) for i in layers)
         if not taps or any(i not in range(self.num_taps) for i in taps):
             raise StoreError(
-                f"{self.path}: layers = {list(taps)} are positions along the {self.num_taps} captured layers, from 0 to {self.num_taps - 1}"
+                f"{self.path}: layers = {list(taps)} are positions along the {self.num_taps} captured layers, "
+                f"from 0 to {self.num_taps - 1}; of layer ids, which are {self.layer_ids}, store.positions([...]) makes them"
             )
         return taps
 
@@ -310,17 +333,16 @@ class HiddenStateStore:
         """Read token ranges of parts, one after another, into ``out``, uint8 ``[k, T, bytes]`` for each array; bytes read from files."""
         _check_content(part for part, _, _ in ranges)
         reads: list[Read] = []
-        with ExitStack() as files:
-            order = sorted(range(len(out)), key=lambda i: not self.codec.arrays[i].zstd)  # what costs most first: threads end together
-            for i in order:
-                end = 0
-                for part, start, stop in ranges:
-                    array, view, end = part.arrays[i], out[i][:, end : end + stop - start], end + stop - start
-                    if self.remote is None:
-                        reads += array.reads(start, stop, taps, view, files)
-                    else:
-                        reads += self._remote_reads(part, array, start, stop, taps, view)
-            return self._threads.run(reads)
+        order = sorted(range(len(out)), key=lambda i: not self.codec.arrays[i].zstd)  # what costs most first: threads end together
+        for i in order:
+            end = 0
+            for part, start, stop in ranges:
+                array, view, end = part.arrays[i], out[i][:, end : end + stop - start], end + stop - start
+                if self.remote is None:
+                    reads += array.reads(start, stop, taps, view)
+                else:
+                    reads += self._remote_reads(part, array, start, stop, taps, view)
+        return self._threads.run(reads)
 
     def _remote_reads(
         self, part: StoredPart, array: ShardedArray, start: int, stop: int, taps: Sequence[int], out: np.ndarray

@@ -35,6 +35,7 @@ from dflash_offline.store import schema
 from dflash_offline.store.cache import BlockCache
 from dflash_offline.store.objects import MissingObjectError, Objects, open_objects
 from dflash_offline.store.shards import ARRAY_FILE
+from dflash_offline.store_url import HOLDS_SECRETS, holds_secrets
 
 REMOTE, CLAIM = schema.REMOTE, schema.CLAIM
 STATISTICS = schema.STATISTICS  # put there by capture, for codecs that need them
@@ -139,8 +140,10 @@ def mirror(url: str) -> Path:
     That of a ``file://`` URL is the store itself, read in place.
 
     Raises:
-        StoreError: there is no store.
+        StoreError: there is no store, or the URL holds a secret.
     """
+    if holds_secrets(url):
+        raise StoreError(f"the URL of the store {HOLDS_SECRETS}")
     if url.startswith("file://"):
         there = Path(unquote(urlsplit(url).path))
         if not (there / schema.GROUP_FILE).is_file():
@@ -190,6 +193,7 @@ class Remote:
     objects: Objects
     cache: BlockCache
     writer: str = ""
+    url: str = ""
     _listing: dict[str, dict[str, int]] | None = field(default=None, repr=False)
 
     @classmethod
@@ -201,11 +205,8 @@ class Remote:
         folder = (
             Path(root).parent / "cache" if cache_folder is None else Path(cache_folder).expanduser() / Path(root).absolute().parent.name
         )
-        return cls(Path(root), open_objects(found["url"]), BlockCache(folder, cache_bytes or DEFAULT_CACHE_BYTES), found["writer"])
-
-    @property
-    def url(self) -> str:
-        return self.objects.url
+        objects = open_objects(found["url"])
+        return cls(Path(root), objects, BlockCache(folder, cache_bytes or DEFAULT_CACHE_BYTES), found["writer"], objects.url)
 
     @property
     def num_bytes(self) -> int:

@@ -43,6 +43,7 @@ class Chunks:
     """What is wanted of a shard: rows of chunks side by side along the tokens, of each row the taps in the order wanted.
 
     Args:
+        where: name of the file, for messages.
         token: first of the first row of chunks; start, stop: the tokens wanted.
         wanted: uint64 ``[rows, k, 2]`` offset and size of each in the file.
         out: uint8 ``[k, stop - start, bytes of a token]``, each tap's rows contiguous.
@@ -54,7 +55,7 @@ class Chunks:
 
     def __init__(
         self,
-        file: ShardFile,
+        where: str,
         taps: Sequence[int],
         token: int,
         start: int,
@@ -66,17 +67,17 @@ class Chunks:
         chunk_bytes: int,
         zstd: bool,
     ) -> None:
-        self.file, self.taps, self._chunk_tokens = file, taps, chunk_tokens
+        self.where, self.taps, self._chunk_tokens = where, taps, chunk_tokens
         self.token, self.start, self.stop, self._out = token, start, stop, out
         self.offsets, self.sizes = wanted[..., 0].astype(np.int64), wanted[..., 1].astype(np.int64)  # ABSENT is -1
         if self.offsets.min() < 0:
-            raise StoreDamagedError(f"{file}: no chunk for {self._name(self.offsets < 0)}; it has been damaged")
+            raise StoreDamagedError(f"{where}: no chunk for {self._name(self.offsets < 0)}; it has been damaged")
         self._most = COMPRESSED_READ_BYTES if zstd else READ_BYTES
         size = chunk_bytes + 4
         bad = self.sizes < 5 if zstd else self.sizes != size
         if bad.any():
             what = f"{self.sizes[bad][0]} bytes" + ("" if zstd else f", not {size}")
-            raise StoreDamagedError(f"{file}: the chunk of {self._name(bad)} has {what}; it has been damaged")
+            raise StoreDamagedError(f"{where}: the chunk of {self._name(bad)} has {what}; it has been damaged")
 
     def runs(self) -> Iterator[Run]:
         """Each is one read. Rows together where all that is wanted lies together, else parts of a row."""
@@ -153,7 +154,7 @@ class Chunks:
         return f"tap {self.taps[run.tap + tap]}, tokens from {self.token + (run.row + row) * self._chunk_tokens}"
 
     def damaged(self, run: Run, number: int) -> StoreDamagedError:
-        return StoreDamagedError(f"{self.file}: the chunk of {self.name(run, number)} does not fit its checksum; it has been damaged")
+        return StoreDamagedError(f"{self.where}: the chunk of {self.name(run, number)} does not fit its checksum; it has been damaged")
 
 
 def scratch(length: int) -> np.ndarray:

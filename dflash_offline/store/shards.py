@@ -10,6 +10,7 @@ read. A shard file is its encoded chunks one after another, then ``C * K`` pairs
 """
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from dflash_offline.store.shard_writing import ABSENT, crc32c, crc32c_number
 from dflash_offline.store.threads import Read
 
 ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
-_MOST_BUFFERS = 1024  # of one read; the system's limit
+_MOST_BUFFERS, _MOST_AT_ONCE = 1024, 0x7FFFF000  # of one read, and bytes: the system's limits
 _SPAN_BYTES = 8 << 20  # of an array in an object store, fetched by one thread
 
 
@@ -141,7 +142,15 @@ class _LocalShard:
         return os.fstat(self._descriptor).st_size
 
     def preadv(self, buffers: Sequence[Any], offset: int) -> int:
-        return os.preadv(self._descriptor, buffers, offset)
+        total = done = os.preadv(self._descriptor, buffers, offset)
+        while done == _MOST_AT_ONCE:
+            rest, skip = [], total
+            for view in (memoryview(buffer).cast("B") for buffer in buffers):
+                rest += [view[skip:]] if skip < len(view) else []
+                skip = max(0, skip - len(view))
+            done = os.preadv(self._descriptor, rest, offset + total)
+            total += done
+        return total
 
     def __str__(self) -> str:
         return str(self._path)
@@ -154,15 +163,16 @@ class _LocalShard:
 
 
 class ShardedArray:
-    """Reads token ranges of one ``[T, K, W]`` array. Thread-safe; holds no open file.
+    """Reads token ranges of one ``[T, K, W]`` array. Thread-safe; a shard is open while one thread reads a few MB of it.
 
     Args:
         folder: of the array, with its metadata.
         opener: opens a shard by its path in the array, as a context manager; that file of ``folder`` when left out.
+        where: what ``folder`` is called in messages, where its shards are elsewhere.
     """
 
-    def __init__(self, folder: Path, opener: Callable[[str], Any] | None = None):
-        self.folder, self.meta = folder, read_meta(folder)
+    def __init__(self, folder: Path, opener: Callable[[str], Any] | None = None, where: str | None = None):
+        self.folder, self.where, self.meta = folder, where or str(folder), read_meta(folder)
         self._open = opener or (lambda name: _LocalShard(folder / name))
         if len(self.meta.shape) != 3 or not self.meta.sharded:
             raise StoreDamagedError(
@@ -173,21 +183,25 @@ class ShardedArray:
         self._indexes: dict[int, np.ndarray] = {}
         self._right = checksums.EqualChunks(self.chunk_bytes)
 
-    def _index(self, shard: int, file: ShardFile) -> np.ndarray:
+    def _index(self, shard: int, name: str) -> np.ndarray:
         index = self._indexes.get(shard)
         if index is None:
-            shape = (self.shard_tokens // self.chunk_tokens, self.meta.shape[1], 2)
-            length = int(np.prod(shape)) * 8 + 4
-            raw = bytearray(length)
-            if file.preadv([raw], max(0, file.size - length)) != length or crc32c(bytes(raw[:-4])) != raw[-4:]:
-                raise StoreDamagedError(f"{file}: the shard's chunk index is damaged")
-            index = np.frombuffer(raw, "<u8", length // 8).reshape(shape)
-            # as the writer lays them: one after another from the file's beginning to the index; absent ones come last
-            present = index.reshape(-1, 2)[: np.count_nonzero(index[..., 0] != ABSENT)]
-            ends = np.cumsum(present[:, 1])
-            if (present[:, 0] != np.concatenate([[0], ends[:-1]])).any() or int(ends[-1:].sum()) != file.size - length:
-                raise StoreDamagedError(f"{file}: the shard's chunk index does not fit the file; it has been damaged")
-            self._indexes[shard] = index
+            with self._open(name) as file:
+                index = self._indexes[shard] = self._read_index(file)
+        return index
+
+    def _read_index(self, file: ShardFile) -> np.ndarray:
+        shape = (self.shard_tokens // self.chunk_tokens, self.meta.shape[1], 2)
+        length = int(np.prod(shape)) * 8 + 4
+        raw = bytearray(length)
+        if file.preadv([raw], max(0, file.size - length)) != length or crc32c(bytes(raw[:-4])) != raw[-4:]:
+            raise StoreDamagedError(f"{file}: the shard's chunk index is damaged")
+        index = np.frombuffer(raw, "<u8", length // 8).reshape(shape)
+        # as the writer lays them: one after another from the file's beginning to the index; absent ones come last
+        present = index.reshape(-1, 2)[: np.count_nonzero(index[..., 0] != ABSENT)]
+        ends = np.cumsum(present[:, 1])
+        if (present[:, 0] != np.concatenate([[0], ends[:-1]])).any() or int(ends[-1:].sum()) != file.size - length:
+            raise StoreDamagedError(f"{file}: the shard's chunk index does not fit the file; it has been damaged")
         return index
 
     def spans(self, start: int, stop: int, num_taps: int) -> Iterator[tuple[int, int]]:
@@ -198,68 +212,65 @@ class ShardedArray:
             yield start, last
             start = last
 
-    def reads(self, start: int, stop: int, taps: Sequence[int], out: np.ndarray, files: contextlib.ExitStack) -> Iterator[Read]:
+    def reads(self, start: int, stop: int, taps: Sequence[int], out: np.ndarray) -> Iterator[Read]:
         """What reads tokens ``[start, stop)`` of some taps, a few MB each, for any thread: each gives the bytes read from files.
 
         Args:
             out: uint8 ``[k, stop - start, W * itemsize]``, each tap's rows contiguous.
-            files: closes the shards when all has been read.
 
         Raises:
             StoreDamagedError: a chunk is missing or, when called, fails its checksum; names file, tap and tokens.
         """
         size, shard_tokens = self.chunk_tokens, self.shard_tokens
-        for shard in range(start // shard_tokens, -(-stop // shard_tokens)):
+        for shard in range(start // shard_tokens, -(-stop // shard_tokens)) if start < stop else ():
             first, last = max(start, shard * shard_tokens), min(stop, (shard + 1) * shard_tokens)
             name, base = f"c/{shard}/0/0", shard * shard_tokens
-            try:
-                file = files.enter_context(self._open(name))
-                begin, end = (first - base) // size, -(-(last - base) // size)
-                wanted = self._index(shard, file)[begin:end, list(taps)]
-            except FileNotFoundError:
-                raise StoreDamagedError(
-                    f"{self.folder / name}: the file is missing; tokens {first} to {last} of its part cannot be read"
-                ) from None
-            except OSError as error:
-                raise self._unreadable(error, self.folder / name, first, last) from None
+            begin, end = (first - base) // size, -(-(last - base) // size)
+            with self._reading(name, first, last):
+                wanted = self._index(shard, name)[begin:end, list(taps)]
             chunks = Chunks(
-                file, taps, base + begin * size, first, last, wanted, out[:, first - start : last - start],
+                f"{self.where}/{name}", taps, base + begin * size, first, last, wanted, out[:, first - start : last - start],
                 chunk_tokens=size, chunk_bytes=self.chunk_bytes, zstd=self.meta.zstd,
             )  # fmt: skip
             for run in chunks.runs():
-                yield partial(self._read_run, chunks, run)
+                yield partial(self._read_run, name, chunks, run)
 
     def read(self, start: int, stop: int, taps: Sequence[int], out: np.ndarray) -> int:
         """All of ``reads``, here and now."""
-        with contextlib.ExitStack() as files:
-            return sum(read() for read in self.reads(start, stop, taps, out, files))
+        return sum(read() for read in self.reads(start, stop, taps, out))
 
-    def _unreadable(self, error: OSError, path: Path | ShardFile, start: int, stop: int) -> StoreError:
-        """The disk fails, or something else than a file is there."""
-        return StoreError(
-            f"{path}: {error.strerror or error}; tokens {start} to {stop} of its part cannot be read. "
-            "If the disk is sound, `dflash-offline verify` says what else is damaged"
-        )
+    @contextlib.contextmanager
+    def _reading(self, name: str, start: int, stop: int) -> Iterator[None]:
+        """Errors of the system as those of a store."""
+        where, what = f"{self.where}/{name}", f"tokens {start} to {stop} of its part cannot be read"
+        try:
+            yield
+        except FileNotFoundError:
+            raise StoreDamagedError(f"{where}: the file is missing; {what}") from None
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                next_step = "Raise the limit (`ulimit -n 4096`), or close what else is open"
+            else:  # the disk fails, or something else than a file is there
+                next_step = "If the disk is sound, `dflash-offline verify` says what else is damaged"
+            raise StoreError(f"{where}: {error.strerror or error}; {what}. {next_step}") from None
 
-    def _read_run(self, chunks: Chunks, run: Run) -> int:
+    def _read_run(self, name: str, chunks: Chunks, run: Run) -> int:
         """Read, check and copy chunks that lie side by side: few calls for all of them, since each lets go of the interpreter's lock."""
         if not self.meta.zstd and 2 * run.rows * run.taps <= _MOST_BUFFERS and chunks.whole_rows(run):
-            self._read_straight(chunks, run)
+            self._read_straight(name, chunks, run)
             return run.length
         held = scratch(run.length)
-        self._fill(chunks, run, [held])
+        self._fill(name, chunks, run, [held])
         (self._put_compressed if self.meta.zstd else self._put_raw)(chunks, run, held)
         return run.length
 
-    def _fill(self, chunks: Chunks, run: Run, buffers: Sequence[Any]) -> None:
-        try:
-            found = chunks.file.preadv(buffers, run.offset)
-        except OSError as error:
-            raise self._unreadable(error, chunks.file, chunks.start, chunks.stop) from None
+    def _fill(self, name: str, chunks: Chunks, run: Run, buffers: Sequence[Any]) -> None:
+        with self._reading(name, chunks.start, chunks.stop), self._open(name) as file:
+            found = file.preadv(buffers, run.offset)
         if found != run.length:
-            raise StoreDamagedError(f"{chunks.file}: cut short before the end of {chunks.name(run, run.rows * run.taps - 1)}")
+            raise StoreDamagedError(f"{chunks.where}: cut short before the end of {chunks.name(run, run.rows * run.taps - 1)}")
 
-    def _read_straight(self, chunks: Chunks, run: Run) -> None:
+    def _read_straight(self, name: str, chunks: Chunks, run: Run) -> None:
         """Whole chunks to where they belong, with no memory between, those of a tap side by side; the others by way of memory."""
         whole, taps = chunks.whole_rows(run), run.taps
         places = chunks.places(run, whole)
@@ -270,7 +281,7 @@ class ShardedArray:
             wanted = [place[row - whole.start] for place in places] if row in whole else next(others)
             for content, check in zip(wanted, checks[row], strict=True):
                 buffers += content, check
-        self._fill(chunks, run, buffers)
+        self._fill(name, chunks, run, buffers)
         numbers = checks.view("<u4")[..., 0].tolist()
         for tap, place in enumerate(places):
             expected = self._right.joined(numbers[row][tap] for row in whole)
@@ -310,4 +321,4 @@ class ShardedArray:
                     chunks.put(run, number, part.reshape(1, self.chunk_bytes))
             except (RuntimeError, ValueError, ZstdError):
                 what = f"what is compressed in {chunks.name(run, number)} cannot be read; it has been damaged"
-                raise StoreDamagedError(f"{chunks.file}: {what}") from None
+                raise StoreDamagedError(f"{chunks.where}: {what}") from None

@@ -36,12 +36,17 @@ class ReadingThreads:
                     waiting.clear()
                     raise
 
-        others = [self._submit(drain) for _ in range(min(self.count, len(reads)) - 1)]
+        others: list[Future[int]] = []
         try:
+            for _ in range(min(self.count, len(reads)) - 1):
+                try:
+                    others.append(self._submit(drain))
+                except RuntimeError:  # no thread is to be had, or another thread closes them: those there are read all
+                    break
             total = drain()
         finally:
-            begun = [other for other in others if not other.cancel()]  # the threads may be busy with another batch
-            wait(begun)
+            waiting.clear()
+            begun = _ended(others)
         return total + sum(other.result() for other in begun)
 
     def _submit(self, job: Read) -> "Future[int]":
@@ -54,3 +59,18 @@ class ReadingThreads:
         pool, self._pool = self._pool, None
         if pool is not None and pool[0] == os.getpid():
             pool[1].shutdown()
+
+
+def _ended(jobs: list["Future[int]"]) -> list["Future[int]"]:
+    """Those of the jobs that have run, once they have ended; an interrupt meanwhile is put off until then."""
+    begun = [job for job in jobs if not job.cancel()]  # the threads may be busy with another batch
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            wait(begun)
+            break
+        except (KeyboardInterrupt, SystemExit) as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    return begun
