@@ -192,6 +192,19 @@ def test_one_answer_is_called_so() -> None:
     assert "; on 2 answers the target" in report_lines(results)[0]
 
 
+def test_it_is_said_that_the_real_loop_could_not_be_compared() -> None:
+    pair = {"rows": 4, "reproduced": 0, "replay": None, "loop": None}
+    replayed: dict[str, Any] = {"rows": 7, "tau": 1.25, "loop": pair}
+    results: dict[str, Any] = {"datasets": {}, "device": "cpu", "tau_replay": replayed}
+    (line,) = report_lines(results)
+    assert line.startswith(
+        "tau_replay on 7 held-out rows: 1.250; of 4 held-out answers none was written again by the target token by token"
+    )
+    assert "[evaluate] heldout_loop_rows" in line
+    replayed["loop"] = None  # heldout_loop_rows = 0
+    assert report_lines(results) == ["tau_replay on 7 held-out rows: 1.250"]
+
+
 def test_a_gpu_that_is_not_there_is_refused(run_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")

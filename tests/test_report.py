@@ -16,7 +16,7 @@ from dflash_offline.errors import DFlashError
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, damaged_files, read_json, read_manifest
 from dflash_offline.report import write_report
-from dflash_offline.report.blocks import number, page_blocks
+from dflash_offline.report.blocks import number, page_blocks, real_loop_row
 from dflash_offline.report.facts import capture_rates, capture_remarks, gather, thinned
 from dflash_offline.report.page import Code, Heading, Plot, Table, Text, markdown, self_contained_html
 from dflash_offline.report.plots import learning_curve, slots, training_curves
@@ -64,6 +64,23 @@ def test_figures_are_those_of_the_results(folder: Path, config: RunConfig) -> No
     assert len(rows) == len(corpus["bucket_edges"])
     assert sum(int(row[0].replace(",", "")) for row in rows) == corpus["counts"]["rows"]
     assert sum(int(row[1].replace(",", "")) for row in rows) == corpus["counts"]["tokens"]
+
+
+def test_the_real_loop_stands_beside_tau_replay(config: RunConfig) -> None:
+    """In both forms of the page; where no answer was written again, that is said."""
+    facts = gather(config)
+    pair = {"rows": 2, "reproduced": 1, "replay": 1.2184, "loop": 1.2175, "difference": 0.001, "agrees": True}
+
+    def blocks(pair: dict[str, Any] | None) -> list[Any]:
+        return page_blocks(replace(facts, evaluation={**facts.evaluation, "tau_replay": {"tau": 1.31, "rows": 7, "loop": pair}}))
+
+    label = "real loop on 1 of 2 held-out answers that the target writes again token by token"
+    assert f"| {label} | 1.218 (tau_replay on the same: 1.218) |\n" in markdown(blocks(pair))
+    assert f"<td>{label}</td><td>1.218 (" in self_contained_html("run", blocks(pair))
+    assert real_loop_row(pair | {"loop": 1.1, "agrees": False})[1].endswith("; too far apart: check layers, template and precision")
+    none = pair | {"reproduced": 0, **dict.fromkeys(("replay", "loop", "difference", "agrees"))}
+    assert re.search(r"^\| real loop on 0 of 2 .* \| not compared .* \[evaluate\] heldout_loop_rows", markdown(blocks(none)), re.MULTILINE)
+    assert "real loop on" not in markdown(blocks(None)), "heldout_loop_rows = 0"
 
 
 def test_what_is_left_out_is_said_and_what_is_unknown_is_not_shown(config: RunConfig) -> None:

@@ -20,7 +20,8 @@ class EvaluateConfig(Section):
     heldout_rows: PositiveInt = Field(64, description="Most held-out conversations used for tau_replay.")
     heldout_loop_rows: Annotated[int, Field(ge=0)] = Field(
         4,
-        description="Held-out answers that the real loop writes too, so that its acceptance length stands beside tau_replay; 0 for none.",
+        description="Held-out answers that the real loop writes too, so that its acceptance length stands beside tau_replay; only those "
+        "that the target writes again token by token count. 0 for none.",
     )
     baseline: bool = Field(True, description="Also time the target alone and check that the output is its own greedy output.")
     gpus: Gpus | None = Field(None, description="GPU of the evaluation (the first one is used); that of [train] when left out.")

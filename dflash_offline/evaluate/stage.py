@@ -158,8 +158,13 @@ def report_lines(results: dict[str, Any]) -> list[str]:
     replayed = results.get("tau_replay")
     if replayed and replayed["tau"] is not None:
         line = f"tau_replay on {counted(replayed['rows'], 'held-out row')}: {replayed['tau']:.3f}"
-        if replayed["loop"] and replayed["loop"]["loop"] is not None:
-            pair = replayed["loop"]
+        pair = replayed["loop"]
+        if pair and pair["reproduced"] == 0:
+            line += (
+                f"; of {counted(pair['rows'], 'held-out answer')} none was written again by the target token by token, so the real loop "
+                "is not beside it; [evaluate] heldout_loop_rows says how many are tried"
+            )
+        elif pair:
             again = counted(pair["reproduced"], "answer")
             line += f"; on {again} the target writes again: replay {pair['replay']:.3f}, real loop {pair['loop']:.3f}"
         lines.append(line)

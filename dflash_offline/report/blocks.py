@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from dflash_offline.config import RunConfig
-from dflash_offline.figures import bytes_text
+from dflash_offline.figures import bytes_text, counted
 from dflash_offline.report.facts import Facts, capture_remarks, thinned
 from dflash_offline.report.page import Block, Code, Heading, Plot, Table, Text
 from dflash_offline.report.plots import learning_curve, slots, training_curves
@@ -47,6 +47,8 @@ def result_section(facts: Facts) -> list[Block]:
     replay = facts.evaluation.get("tau_replay") or {}
     if replay.get("tau") is not None:
         rows.append(["tau_replay on held-out rows", f"{replay['tau']:.3f} over {replay.get('rows', '?')} rows"])
+    if replay.get("loop"):
+        rows.append(real_loop_row(replay["loop"]))
     if overall.get("speedup") is not None:
         rows.append(["speed-up", f"{overall['speedup']:.2f}x on {facts.evaluation.get('device', '?')}"])
     if facts.parts:
@@ -64,6 +66,15 @@ def result_section(facts: Facts) -> list[Block]:
             Text("A CPU shows no speed-up: a block costs it as much as its tokens one by one. Acceptance lengths are the same everywhere.")
         )
     return blocks
+
+
+def real_loop_row(pair: dict[str, Any]) -> list[str]:
+    """The real loop's acceptance length beside ``tau_replay`` on the same answers: ``tau_replay["loop"]`` of ``results.json``."""
+    label = f"real loop on {pair['reproduced']:,} of {counted(pair['rows'], 'held-out answer')} that the target writes again token by token"
+    if pair["reproduced"] == 0:
+        return [label, "not compared with tau_replay; [evaluate] heldout_loop_rows says how many answers are tried"]
+    apart = "" if pair["agrees"] else "; too far apart: check layers, template and precision"
+    return [label, f"{pair['loop']:.3f} (tau_replay on the same: {pair['replay']:.3f}){apart}"]
 
 
 def evaluation_section(facts: Facts) -> list[Block]:
