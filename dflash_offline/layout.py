@@ -72,6 +72,11 @@ class Layout:
     def logs(self, stage: str) -> Path:
         return self.all_logs / stage
 
+    @staticmethod
+    def partial_training(drafter: str | None) -> str:
+        """What names of processes, logs and lock of ``train --partial`` begin with; of full training: ``train``, ``train-DRAFTER``."""
+        return f"train-partial-{drafter}" if drafter else "train-partial"
+
     @property
     def inputs(self) -> Path:
         return self.root / "inputs"

@@ -232,8 +232,14 @@ def _made_good(process: Process, others: list[Process], made: set[tuple[str, str
 
 
 def _has_failed(stage: Stage, failed: list[Process]) -> bool:
-    """Whether a stage that is not done, and that nothing works at, was left by a process that failed."""
-    return stage.state in ("partial", "pending") and any((process.stage, process.key) == (stage.name, stage.key) for process in failed)
+    """Whether a stage that is not done, and that nothing works at, was left by a process that failed.
+
+    Those of ``train --partial`` have the full drafter's key, but train another one.
+    """
+    partial = f"{Layout.partial_training(stage.drafter)}-"
+    return stage.state in ("partial", "pending") and any(
+        (process.stage, process.key) == (stage.name, stage.key) and _kind(process) != partial for process in failed
+    )
 
 
 def _kind(process: Process) -> str:

@@ -19,7 +19,7 @@ from terminal_screen import Terminal
 from dflash_offline.cli import main
 from dflash_offline.cli.following import number_text
 from dflash_offline.config import RunConfig
-from dflash_offline.keys import capture_key, corpus_key
+from dflash_offline.keys import capture_key, corpus_key, train_key
 from dflash_offline.layout import Layout
 from dflash_offline.progress import sum_of_rates
 from dflash_offline.status import read_status
@@ -104,6 +104,33 @@ def test_an_error_is_shown_until_a_later_run_did_well(config: RunConfig) -> None
     tell(config, "train", "train-partial-0", text="training", ended=True, time=now - 50)
     told = read_status(config).warnings
     assert not any("too slow" in line or ": slow" in line for line in told) and any("of the full one" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "process", "failed"),
+    [
+        ("", "train-partial-0", []),
+        ("", "train-0", [""]),
+        ("one", "train-partial-one-0", []),
+        ("partial", "train-partial-partial-0", []),
+        ("partial", "train-partial-0", ["partial"]),  # the full training of the drafter that is called so
+    ],
+)
+def test_a_partial_training_that_failed_is_not_the_full_one(
+    run_file: Callable[..., Path], drafter: str, process: str, failed: list[str]
+) -> None:
+    """Its processes have the full drafter's key."""
+    path = run_file(4, train={"mode": "independent"} if drafter else {})
+    if drafter:
+        path.write_text(
+            path.read_text() + "".join(f'\n[[drafters]]\nname = "{name}"\nlr = {lr}\n' for name, lr in (("one", 1e-4), ("partial", 2e-4)))
+        )
+    config = RunConfig.load(path)
+    key = train_key(config.for_drafter(drafter) if drafter else config)
+    tell(config, "train", process, text="error: too slow", ended=True, key=key)
+    found = read_status(config)
+    assert [stage.drafter for stage in found.stages if stage.state == "failed"] == failed
+    assert f"{process}: error: too slow" in found.warnings
 
 
 def test_a_later_run_on_another_host_proves_nothing(config: RunConfig) -> None:

@@ -35,7 +35,7 @@ def train(config: Path | None, partial: bool, drafter: str | None) -> None:
     devices = resolve(run.train.gpus, run.train.ranks, where="[train] gpus")
     check_settings(run.train, devices, where=run.where("train"))
     key = keys.train_key(run)
-    port, name = free_port(), f"train-partial-{drafter}" if drafter else "train-partial"
+    port, name = free_port(), Layout.partial_training(drafter)
     options = ["--config", str(run.source), "--key", key, "--partial", *(["--drafter", drafter] if drafter else [])]
     jobs = [
         Job(
