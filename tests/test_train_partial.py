@@ -16,6 +16,7 @@ from dflash_offline.export import read_drafter
 from dflash_offline.gpus import locked
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import read_json, read_manifest, write_manifest
+from dflash_offline.status import read_status
 from dflash_offline.tidy import prune_plan
 from dflash_offline.train import partial
 
@@ -70,8 +71,35 @@ def test_a_stopped_run_goes_on_with_its_parts(tmp_path: Path, inputs: Path, tiny
     assert partial.choose(other, keys.train_key(other)).parts == ["part-00000", "part-00001"]
     monkeypatch.setattr("dflash_offline.store.committed_parts", lambda store: [])
     third = RunConfig.load(runs.make_run(tmp_path, inputs, model=tiny_target, train={"seed": 4}))
-    with pytest.raises(TrainError, match="no part is committed yet"):
+    with pytest.raises(TrainError, match=r"no part is committed yet; start the capture, or wait for its first part"):
         partial.choose(third, keys.train_key(third))
+
+
+def test_a_refusal_is_said_once_and_is_no_failure_of_the_full_training(tmp_path: Path, inputs: Path, tiny_target: Path) -> None:
+    """Before any rank is started: while nothing is captured, and once all there is has been trained on."""
+    run_file = runs.make_run(tmp_path, inputs, model=tiny_target, train={"seed": 5})
+    config = RunConfig.load(run_file)
+    layout, key = Layout(config.root_dir), keys.train_key(config)
+    command = [sys.executable, "-m", "dflash_offline.cli", "train", "--partial", "--config", str(run_file)]
+
+    def refused() -> str:
+        found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False)
+        assert found.returncode == 1 and not list(layout.logs("train").glob("*.progress.json"))
+        stage = next(stage for stage in read_status(config).stages if stage.name == "train")
+        assert (stage.key, stage.state) == (key, "pending")
+        return found.stdout + found.stderr
+
+    (layout.root / "captures").rename(layout.root / "away")  # a link to what all tests here share
+    store = layout.store(keys.capture_key(config))
+    assert (
+        refused()
+        == f"error: {store}: no part is committed yet; start the capture, or wait for its first part (`dflash-offline status` shows it)\n"
+    )
+    (layout.root / "away").rename(layout.root / "captures")
+    begun = layout.drafter(partial.choose(config, key).key)
+    write_manifest(begun, kind="drafter", key=begun.name)
+    said = refused()
+    assert said.count("a drafter was trained on the 1 part there is already") == 1 and said.count("\n") == 1
 
 
 def test_ctrl_c_says_what_is_kept_and_how_to_go_on(tmp_path: Path, inputs: Path, tiny_target: Path) -> None:

@@ -28,6 +28,7 @@ def train(config: Path | None, partial: bool, drafter: str | None) -> None:
     from dflash_offline.gpus import check_settings, locked, resolve
     from dflash_offline.layout import Layout
     from dflash_offline.processes import CHECKPOINT_GRACE_S, Job, free_port, rank_environment, run_jobs
+    from dflash_offline.train.partial import choose
 
     run = load_run(config)
     if drafter is not None:
@@ -52,6 +53,7 @@ def train(config: Path | None, partial: bool, drafter: str | None) -> None:
     logs = Layout(run.root_dir).logs("train")
     logs.mkdir(parents=True, exist_ok=True)
     with locked(logs / f"{name}.lock", "another train --partial", click.echo) as lock:  # two would write into one folder
+        choose(run, key)  # refused once and at once, before ranks are started that would each refuse it
         try:
             run_jobs(jobs, log_dir=logs, say=click.echo, grace_s=CHECKPOINT_GRACE_S, inherit=[lock])
         except (KeyboardInterrupt, SystemExit) as stopped:

@@ -56,7 +56,9 @@ def choose(config: RunConfig, full_key: str) -> Partial:
         store = layout.store(keys.capture_key(config))
         parts = committed_parts(store)
         if not parts:
-            raise TrainError(f"{store}: no part is committed yet, so there is nothing to train on; start the capture first")
+            raise TrainError(
+                f"{store}: no part is committed yet; start the capture, or wait for its first part (`dflash-offline status` shows it)"
+            )
         found = Partial(identity.short([full_key, "partial", parts]), full_key, parts)
         folder = layout.drafter(found.key)
         if (folder / MANIFEST).is_file():
