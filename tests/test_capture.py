@@ -343,3 +343,13 @@ def test_progress_file_tells_parts_speed_and_time_left(run: Callable[..., Run], 
     state = json.loads((tmp_path / "progress.json").read_text())
     assert state["done"] == state["total"] == len(made.plan.parts)
     assert state["numbers"]["tokens_per_s"] > 0 and state["numbers"]["eta_s"] == 0
+
+
+def test_a_replica_that_waits_says_for_how_many_parts(run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = run(4)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    progress = Progress(None)
+    replica = Replica(made.config, capture_key=made.key, replica=1, replicas=2, progress=progress)
+    for missing, text in ((["part-00000"], "1 part, part-00000"), (["part-00000", "part-00001"], "2 parts, part-00000")):
+        replica._wait_for_others(missing)
+        assert progress.state["text"] == f"waiting for {text} held by another replica"

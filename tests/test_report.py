@@ -66,6 +66,11 @@ def test_figures_are_those_of_the_results(folder: Path, config: RunConfig) -> No
     assert sum(int(row[1].replace(",", "")) for row in rows) == corpus["counts"]["tokens"]
 
 
+def test_one_part_is_called_so(config: RunConfig) -> None:
+    facts = gather(config)
+    assert "\n1 part, " in markdown(page_blocks(replace(facts, parts=facts.parts[:1])))
+
+
 def test_the_real_loop_stands_beside_tau_replay(config: RunConfig) -> None:
     """In both forms of the page; where no answer was written again, that is said."""
     facts = gather(config)

@@ -335,6 +335,14 @@ def test_status_line_shape() -> None:
     assert records.status_line(row | {"slow_ranks": {"2": 1.42, "5": 2.0}}) == line + " | slow: rank 2 x1.4, rank 5 x2.0"
 
 
+def test_heldout_line_counts() -> None:
+    held: dict[str, Any] = {"loss": 2.5, "acc": 0.25, "tau": 1.5, "tau_replay": None, "rows": 1, "blocks": 1}
+    line = "[12s] step=7 held-out: loss=2.50 acc=0.250 tau=1.50 (1 conversation, 1 block)"
+    assert records.heldout_line({"elapsed_s": 12, "step": 7, "heldout": held}) == line
+    many = held | {"rows": 2, "blocks": 1319}
+    assert records.heldout_line({"elapsed_s": 12, "step": 7, "heldout": many}).endswith(" (2 conversations, 1,319 blocks)")
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

@@ -23,6 +23,7 @@ from dflash_offline.codecs import ChannelStatistics
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
 from dflash_offline.errors import StoreBusyError, TargetError
+from dflash_offline.figures import counted
 from dflash_offline.layout import Layout
 from dflash_offline.leases import EXPIRES_S, Lease, Leases
 from dflash_offline.plan import CapturePlan, PlannedPart
@@ -136,7 +137,7 @@ class Replica:
     def _wait_for_others(self, missing: list[str]) -> None:
         held = self.leases.all(missing)
         owner = next((str(holding.owner) for holding in held.values() if holding.owner), "another replica")
-        self._report(text=f"waiting for {len(missing)} parts, {missing[0]} held by {owner}")
+        self._report(text=f"waiting for {counted(len(missing), 'part')}, {missing[0]} held by {owner}")
         time.sleep(0.5)
 
     # -- one part -----------------------------------------------------------------------------------------------------

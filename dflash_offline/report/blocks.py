@@ -183,7 +183,7 @@ def capture_section(facts: Facts) -> list[Block]:
         first = facts.parts[0]
         plain = tokens * first["num_taps"] * first["hidden_size"] * 2
         text = (
-            f"{len(facts.parts)} parts, {tokens:,} tokens, {bytes_text(size)} in codec {first['codec']}: "
+            f"{counted(len(facts.parts), 'part')}, {counted(tokens, 'token')}, {bytes_text(size)} in codec {first['codec']}: "
             f"{size / tokens:,.0f} bytes a token, {size / plain:.3f} of bfloat16."
         )
         blocks.append(Text(text))

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_offline.figures import seconds_text
+from dflash_offline.figures import counted, seconds_text
 from dflash_offline.manifest import write_bytes
 from dflash_offline.train.trackers import Trackers
 from dflash_offline.watch.metrics import read_metrics
@@ -46,7 +46,7 @@ def heldout_line(row: Mapping[str, Any]) -> str:
     if held["tau_replay"] is not None:
         low, high = held["tau_replay_interval"]
         line += f" tau_replay={held['tau_replay']:.2f} [{low:.2f}, {high:.2f}]"
-    return f"{line} ({held['rows']} conversations, {held['blocks']} blocks)"
+    return f"{line} ({counted(held['rows'], 'conversation')}, {counted(held['blocks'], 'block')})"
 
 
 class Records:
