@@ -21,7 +21,7 @@ from dflash_offline.cli.following import number_text
 from dflash_offline.cli.inspecting import _identity_text
 from dflash_offline.config import RunConfig
 from dflash_offline.corpus import Corpus
-from dflash_offline.figures import first_of
+from dflash_offline.figures import bytes_text, first_of
 from dflash_offline.layout import Layout
 from dflash_offline.manifest import MANIFEST, read_manifest
 from dflash_offline.store import HiddenStateStore
@@ -309,11 +309,17 @@ def test_a_damaged_index_is_made_anew(own_command: Command) -> None:
     assert "parts that are whole" in own_command("verify", "--rebuild-index").output
     assert index.read_bytes() == before
     index.unlink()
+    found = json.loads(own_command("verify", "--json", status=1).stdout)
+    assert found["parts"] > 0 and found["bytes"] is None, "the sizes were in the index"
     assert own_command("verify", "--rebuild-index", "--json").stdout.startswith("{") and index.read_bytes() == before
 
 
 def test_verify_names_the_damaged_part(own_command: Command) -> None:
-    assert "all as their manifests say" in own_command("verify").output
+    whole = json.loads(own_command("inspect", "--json").stdout)
+    found = json.loads(own_command("verify", "--json").stdout)
+    assert (found["parts"], found["bytes"], found["problems"]) == (whole["parts"], whole["bytes"], [])
+    size = f"{whole['parts']} part{'s' if whole['parts'] > 1 else ''}, {bytes_text(whole['bytes'])}"
+    assert own_command("verify").output == f"{found['path']}: {size}, all as their manifests say\n"
     part = sorted(store().glob("part-*"))[0]
     path = max((path for path in part.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
@@ -321,8 +327,9 @@ def test_verify_names_the_damaged_part(own_command: Command) -> None:
     path.write_bytes(content)
     output = own_command("verify", status=1).output
     assert part.name in output and path.relative_to(part).as_posix() in output and "samples" in output
-    problems = json.loads(own_command("verify", "--json", status=1).stdout)["problems"]
-    assert [problem["part"] for problem in problems] == [part.name]
+    found = json.loads(own_command("verify", "--json", status=1).stdout)
+    assert [problem["part"] for problem in found["problems"]] == [part.name]
+    assert (found["parts"], found["bytes"]) == (whole["parts"], whole["bytes"])
     assert "names and sizes" in own_command("verify", "--quick").output, "sizes alone do not show a flipped bit"
     (store() / "zarr.json").unlink()
     assert "zarr.json" in own_command("verify", status=1).output

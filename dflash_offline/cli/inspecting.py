@@ -343,17 +343,19 @@ def verify(store: Path | None, config: Path | None, as_json: bool, quick: bool, 
     if rebuild_index:
         parts = stores.rebuild_index(path)
         click.echo(f"{path}: index made anew from {counted(len(parts), 'part that is whole', plural='parts that are whole')}", err=as_json)
-    problems = stores.verify(path, deep=not quick, values=values)
+    checked: list[int] = []  # bytes of the parts so far, after each of them
+    problems = stores.verify(path, deep=not quick, values=values, progress=lambda done, total: checked.append(done))
+    count, size = len(checked), (checked or [0])[-1]
     if as_json:
         listed = [{"part": p.part, "file": p.file, "text": p.text, "samples": p.samples} for p in problems]
-        echo_json({"path": str(path), "problems": listed})
+        known = size if size or not count else None  # the sizes are in index.json, which may be what is damaged
+        echo_json({"path": str(path), "parts": count, "bytes": known, "problems": listed})
     else:
         for problem in problems:
             click.echo(str(problem))
         if not problems:
-            found = stores.summary(path)
             how = " (names and sizes)" if quick else ""
-            click.echo(f"{path}: {counted(found['parts'], 'part')}, {bytes_text(found['bytes'])}, all as their manifests say{how}")
+            click.echo(f"{path}: {counted(count, 'part')}, {bytes_text(size)}, all as their manifests say{how}")
     if problems:
         raise SystemExit(1)
 
