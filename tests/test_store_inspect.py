@@ -6,9 +6,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from small_store import LENGTHS, H, K, folder_in_memory, identity, make_store, rows, settings, write_part
 
 from dflash_offline import store
+from dflash_offline.cli import main
 from dflash_offline.errors import StoreError
 
 
@@ -97,6 +99,21 @@ def test_diff(made):
         json.dumps(found)
     same = store.diff(root, root, num_samples=20)
     assert same["identity"] == {} and same["equal"] == same["compared"] == 20 and same["relative_l2"] == [0.0] * K
+
+
+def test_diff_names_the_layers(made):
+    root, everything = made
+    with folder_in_memory() as folder:
+        for name, codec in (("a", "lossless"), ("b", "int8")):
+            store.create_or_open(folder / name, identity(codec, layer_ids=[4, 8], store_last_hidden=True))
+            write_part(folder / name, "part-00000", everything[:10], codec)
+        found = store.diff(folder / "a", folder / "b")
+        assert found["layer_ids"] == [4, 8, "last"] and len(found["relative_l2"]) == K
+        said = CliRunner().invoke(main, ["diff", str(folder / "a"), str(folder / "b")]).stdout
+        errors = "layer 4: {:.2g}, layer 8: {:.2g}, last: {:.2g}".format(*found["relative_l2"])
+        assert said.endswith(f"10 of 10 shared samples compared, 0 equal; relative L2: {errors}\n")
+        other = store.diff(root, folder / "a")  # as many taps, of other layers
+        assert (other["common"], other["layer_ids"], other["relative_l2"]) == (10, None, None)
 
 
 def test_a_change_of_version_is_said_once(monkeypatch):

@@ -378,9 +378,10 @@ def diff(one: Path, other: Path, as_json: bool, rows: int) -> None:
         (a, b), (only_a, only_b) = found["samples"], found["num_only_in"]
         click.echo(f"samples: {a:,} and {b:,}; {found['common']:,} in both, {only_a:,} only in the first, {only_b:,} only in the second")
         if found["relative_l2"] is not None:
-            errors = ", ".join(f"{value:.2g}" for value in found["relative_l2"])
+            names = [name if name == "last" else f"layer {name}" for name in found["layer_ids"]]
+            errors = ", ".join(f"{name}: {value:.2g}" for name, value in zip(names, found["relative_l2"], strict=True))
             compared, equal = f"{found['compared']:,} of {found['common']:,} shared samples compared", found["equal"]
             same = "all equal" if equal == found["compared"] else f"{equal:,} equal"
-            click.echo(f"values: {compared}, {same}; relative L2 by tapped layer: {errors}")
+            click.echo(f"values: {compared}, {same}; relative L2: {errors}")
     if found["identity"] or any(found["num_only_in"]) or found.get("equal") != found.get("compared"):
         raise SystemExit(1)

@@ -221,7 +221,7 @@ def diff(one: Path | str, other: Path | str, *, num_samples: int = 16, seed: int
     """How two stores differ: identity fields, rows only in one of them, and hidden states of rows in both.
 
     ``relative_l2`` compares up to 256 tokens of each of ``num_samples`` random common rows, the second store against the
-    first, per tap; None where layers or sizes differ.
+    first, per tap of ``layer_ids`` (with ``"last"`` for the last hidden state); both None where layers or sizes differ.
     """
     a, b = open_store(one), open_store(other)
     fields = [name for name in sorted({*a.identity, *b.identity}) if a.identity.get(name) != b.identity.get(name)]
@@ -234,9 +234,11 @@ def diff(one: Path | str, other: Path | str, *, num_samples: int = 16, seed: int
         "only_in_first": [key.hex() for key in sorted(rows_a.keys() - rows_b.keys())[:20]],
         "only_in_second": [key.hex() for key in sorted(rows_b.keys() - rows_a.keys())[:20]],
         "num_only_in": [len(rows_a) - len(common), len(rows_b) - len(common)],
+        "layer_ids": None,
         "relative_l2": None,
     }
-    if common and (a.num_taps, a.hidden_size) == (b.num_taps, b.hidden_size):
+    if common and (a.layer_ids, a.num_taps, a.hidden_size) == (b.layer_ids, b.num_taps, b.hidden_size):
+        result["layer_ids"] = [*a.layer_ids, *["last"] * (a.num_taps - len(a.layer_ids))]
         chosen = np.random.default_rng(seed).permutation(len(common))[:num_samples]
         errors, equal = [], 0
         lengths = np.array([int(a.lengths[rows_a[common[i]]]) for i in chosen])
