@@ -29,6 +29,23 @@ def test_every_bf16_bit_pattern_survives(name):
         assert encoded[array.name].is_contiguous()
 
 
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("taps", [None, [2, 0]])
+def test_numpy_decodes_to_the_same_numbers(name, taps):
+    codec = made(name, 3, 192)
+    hidden = residual_stream(150, 3, 192, torch.Generator().manual_seed(6))
+    for token, factor in enumerate([0.0, 1e-36, 1e30, 3e38]):
+        hidden[token] *= factor
+    encoded = {key: array if taps is None else array[taps].contiguous() for key, array in codec.encode(hidden.clamp(-3e38, 3e38)).items()}
+    on_disk = {array.name: encoded[array.name].numpy().view(array.dtype) for array in codec.arrays}
+    found, expected = codec.decode_numpy(on_disk, taps), codec.decode(encoded, taps).float().numpy()
+    assert found.dtype == np.float32 and found.shape == expected.shape
+    assert np.array_equal(np.ascontiguousarray(found).view(np.uint32), np.ascontiguousarray(expected).view(np.uint32))
+    block = np.arange(codec.block_bytes(2, 5)).astype(np.uint8)
+    views = codec.views(torch.from_numpy(block), 2, 5)
+    assert all(np.array_equal(view, views[key].numpy().view(view.dtype)) for key, view in codec.views_numpy(block, 2, 5).items())
+
+
 def slow_decode(codec: QuantisedCodec, encoded: dict[str, torch.Tensor], token: int, tap: int) -> list[int]:
     """The formula of ``quantised``'s docstring, one number at a time, in numpy's float32; bf16 bits."""
     width, block, packed = codec.hidden_size, codec.block, encoded["codes"][tap, token].numpy()

@@ -5,20 +5,25 @@ T tokens, K taps, k selected taps, H hidden size, W values per token and tap of 
 An encoded array is tap-major in memory, ``[K, T, W]``, so that a Zarr chunk (64 tokens of one tap) is one contiguous
 piece of it; on disk its shape is ``[T, K, W]``. 16-bit words that are not numbers to torch (``uint16`` on disk) are
 ``torch.int16`` in memory, bit for bit.
+
+torch is imported by what works on tensors, and only when it does: a look into a store needs no more than the names and
+sizes of its arrays and ``decode_numpy``, and torch takes longer to import than all of that.
 """
+
+from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import xxhash
 
-_TORCH = {"uint8": torch.uint8, "int8": torch.int8, "uint16": torch.int16}
+if TYPE_CHECKING:
+    import torch
 
 
 def use_kernels(array: torch.Tensor) -> bool:
@@ -50,7 +55,9 @@ class EncodedArray:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return _TORCH[self.dtype]
+        import torch
+
+        return {"uint8": torch.uint8, "int8": torch.int8, "uint16": torch.int16}[self.dtype]
 
 
 class Codec(ABC):
@@ -82,6 +89,10 @@ class Codec(ABC):
             taps: positions along K that the k encoded taps are; None = all of them in order.
         """
 
+    @abstractmethod
+    def decode_numpy(self, encoded: dict[str, np.ndarray], taps: Sequence[int] | None = None) -> np.ndarray:
+        """``decode`` without torch: ``{name: [k, T, W]}`` -> float32 ``[T, k, H]``, the same numbers exactly."""
+
     @cached_property
     def constants_digest(self) -> str:
         """xxh3-128 of the constants: parts of one store must agree on it."""
@@ -101,12 +112,25 @@ class Codec(ABC):
 
     def views(self, block: torch.Tensor, num_taps: int, tokens: int) -> dict[str, torch.Tensor]:
         """``{name: [k, T, W]}`` laid out in ``block``, uint8 of ``block_bytes`` bytes, one array after another."""
-        found, start = {}, 0
+        pieces = self._pieces(block, num_taps, tokens)
+        return {array.name: piece.view(array.torch_dtype).view(num_taps, tokens, array.width) for array, piece in pieces}
+
+    def views_numpy(self, block: np.ndarray, num_taps: int, tokens: int) -> dict[str, np.ndarray]:
+        """``views`` of a numpy array, of the types on disk."""
+        pieces = self._pieces(block, num_taps, tokens)
+        return {array.name: piece.view(array.dtype).reshape(num_taps, tokens, array.width) for array, piece in pieces}
+
+    def _pieces(self, block: Any, num_taps: int, tokens: int) -> Iterator[tuple[EncodedArray, Any]]:
+        start = 0
         for array in self.arrays:
             size = num_taps * tokens * array.token_bytes
-            found[array.name] = block[start : start + size].view(array.torch_dtype).view(num_taps, tokens, array.width)
+            yield array, block[start : start + size]
             start += _whole_lines(size)
-        return found
+
+
+def float_of_bf16(bits: np.ndarray) -> np.ndarray:
+    """float32 of bf16 numbers given as uint16: their upper half."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _whole_lines(size: int) -> int:

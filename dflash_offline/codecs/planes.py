@@ -10,11 +10,17 @@ NaN payloads and -0 survive: only bits are moved.
 In numpy: ``bits = high.astype("u2") << 8 | low``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
-from dflash_offline.codecs.base import Codec, EncodedArray, use_kernels
+from dflash_offline.codecs.base import Codec, EncodedArray, float_of_bf16, use_kernels
+
+if TYPE_CHECKING:
+    import torch
 
 ZSTD_LEVEL = 1  # higher levels gain nothing on upper bytes and write many times slower
 
@@ -30,10 +36,17 @@ class Bf16Codec(Codec):
         self.arrays = (EncodedArray("hidden_states", "uint16", hidden_size, fill_value=0x7FC0, attributes={"view_dtype": "bfloat16"}),)
 
     def encode(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        import torch
+
         return {"hidden_states": hidden.view(torch.int16).permute(1, 0, 2).contiguous()}
 
     def decode(self, encoded: dict[str, torch.Tensor], taps: Sequence[int] | None = None) -> torch.Tensor:
+        import torch
+
         return encoded["hidden_states"].permute(1, 0, 2).contiguous().view(torch.bfloat16)
+
+    def decode_numpy(self, encoded: dict[str, np.ndarray], taps: Sequence[int] | None = None) -> np.ndarray:
+        return float_of_bf16(encoded["hidden_states"]).transpose(1, 0, 2)
 
 
 class LosslessCodec(Codec):
@@ -49,13 +62,20 @@ class LosslessCodec(Codec):
         )
 
     def encode(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        import torch
+
         planes = hidden.permute(1, 0, 2).contiguous().view(torch.uint8).unflatten(-1, (-1, 2))  # little-endian: low byte first
         return {"high": planes[..., 1].contiguous(), "low": planes[..., 0].contiguous()}
 
     def decode(self, encoded: dict[str, torch.Tensor], taps: Sequence[int] | None = None) -> torch.Tensor:
+        import torch
+
         if use_kernels(encoded["high"]):
             from dflash_offline.codecs import kernels
 
             return kernels.decode_planes(encoded["high"], encoded["low"])
         planes = torch.stack([encoded["low"].permute(1, 0, 2), encoded["high"].permute(1, 0, 2)], -1)
         return planes.flatten(-2).view(torch.bfloat16)
+
+    def decode_numpy(self, encoded: dict[str, np.ndarray], taps: Sequence[int] | None = None) -> np.ndarray:
+        return float_of_bf16(encoded["high"].astype(np.uint16) << 8 | encoded["low"]).transpose(1, 0, 2)

@@ -25,21 +25,25 @@ Packing: int8 as it is. int4: ``code + 8``, even channel in the low half of the 
 bytes of lower four bits packed like int4, then ``H / 4`` bytes of upper two bits, first channel lowest.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
 
-from dflash_offline.codecs.base import Codec, EncodedArray, use_kernels
+from dflash_offline.codecs.base import Codec, EncodedArray, float_of_bf16, use_kernels
 from dflash_offline.codecs.statistics import ChannelStatistics
 from dflash_offline.errors import StoreError
+
+if TYPE_CHECKING:
+    import torch
 
 ZSTD_LEVEL = 1
 _SLICE = 64  # tokens at a time on a CPU: intermediate values stay in its caches, five times faster
 TINY = 2.0**-100  # a block below it is stored as zeros, so that subnormal arithmetic, where devices differ, never happens
 HUGE = 2.0**120  # larger values saturate; the rotation's sums stay finite
-BF16_MAX = float(torch.finfo(torch.bfloat16).max)
+BF16_MAX = 2.0**128 - 2.0**120  # the largest finite bfloat16
 OUTLIER_CHANNELS = 8
 MULTIPLE_OF = {8: 1, 6: 4, 4: 2}  # what H must be a multiple of, to pack whole bytes
 
@@ -61,6 +65,8 @@ def hadamard(values: torch.Tensor, size: int) -> torch.Tensor:
 
     log2(size) equal stages: sums of neighbours to the front half, differences to the back half.
     """
+    import torch
+
     grouped = values.reshape(*values.shape[:-1], -1, size)
     for _ in range(size.bit_length() - 1):
         even, odd = grouped[..., 0::2], grouped[..., 1::2]
@@ -70,6 +76,8 @@ def hadamard(values: torch.Tensor, size: int) -> torch.Tensor:
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Signed codes (any integer type) ``[..., H]`` -> int8 or packed uint8."""
+    import torch
+
     if bits == 8:
         return codes.to(torch.int8)
     words = (codes + (1 << (bits - 1))).to(torch.uint8)
@@ -82,6 +90,8 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """The inverse of ``pack``, as float32 ``[..., H]``."""
+    import torch
+
     if bits == 8:
         return packed.to(torch.float32)
     width = packed.shape[-1] if bits == 4 else packed.shape[-1] * 2 // 3
@@ -90,6 +100,18 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
         crumbs = packed[..., width:, None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device)
         nibbles = nibbles | ((crumbs & 3) << 4).flatten(-2)
     return nibbles.to(torch.float32) - (1 << (bits - 1))
+
+
+def unpack_numpy(packed: np.ndarray, bits: int) -> np.ndarray:
+    """``unpack`` without torch."""
+    if bits == 8:
+        return packed.astype(np.float32)
+    width = packed.shape[-1] if bits == 4 else packed.shape[-1] * 2 // 3
+    nibbles = np.stack([packed[..., :width] & 15, packed[..., :width] >> 4], -1).reshape(*packed.shape[:-1], 2 * width)
+    if bits == 6:
+        crumbs = packed[..., width:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
+        nibbles |= (crumbs << 4).reshape(nibbles.shape)
+    return nibbles.astype(np.float32) - (1 << (bits - 1))
 
 
 class QuantisedCodec(Codec):
@@ -134,7 +156,7 @@ class QuantisedCodec(Codec):
         self._on_device: dict[tuple[torch.device, tuple[int, ...]], dict[str, torch.Tensor]] = {}
 
     @classmethod
-    def of(cls, name: str, num_taps: int, hidden_size: int, *, statistics: ChannelStatistics | None, zstd: bool) -> "QuantisedCodec":
+    def of(cls, name: str, num_taps: int, hidden_size: int, *, statistics: ChannelStatistics | None, zstd: bool) -> QuantisedCodec:
         """The codec that a capture uses.
 
         int8 divides by the channels' RMS itself. int6 and int4 by its square root: after the rotation an error falls on all
@@ -151,6 +173,8 @@ class QuantisedCodec(Codec):
 
     def on_device(self, device: torch.device, taps: Sequence[int] | None) -> dict[str, torch.Tensor]:
         """The constants of some taps, kept there for the next batch. ``is_outlier`` bool ``[k, H]`` is one of them."""
+        import torch
+
         key = device, tuple(range(self.num_taps) if taps is None else taps)
         if key not in self._on_device:
             found = {name: torch.from_numpy(array)[list(key[1])] for name, array in self.constants.items()}
@@ -166,6 +190,8 @@ class QuantisedCodec(Codec):
         return self._on_device[key]
 
     def encode(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        import torch
+
         if use_kernels(hidden):
             from dflash_offline.codecs import kernels
 
@@ -174,6 +200,8 @@ class QuantisedCodec(Codec):
         return {name: torch.cat([piece[name] for piece in pieces], 1) for name in pieces[0]}
 
     def decode(self, encoded: dict[str, torch.Tensor], taps: Sequence[int] | None = None) -> torch.Tensor:
+        import torch
+
         if use_kernels(encoded["codes"]):
             from dflash_offline.codecs import kernels
 
@@ -188,6 +216,8 @@ class QuantisedCodec(Codec):
 
     def encode_plainly(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         """``encode`` in plain torch operations, on any device."""
+        import torch
+
         constants, lowest = self.on_device(hidden.device, None), float(1 << (self.bits - 1))
         by_tap = hidden.permute(1, 0, 2)  # [K, T, H]
         values = (by_tap.to(torch.float32) / constants["channel_scale"][:, None]).clamp(-HUGE, HUGE)
@@ -211,6 +241,8 @@ class QuantisedCodec(Codec):
 
     def decode_plainly(self, encoded: dict[str, torch.Tensor], taps: Sequence[int] | None = None) -> torch.Tensor:
         """``decode`` in plain torch operations, on any device."""
+        import torch
+
         constants = self.on_device(encoded["codes"].device, taps)
         values = unpack(encoded["codes"], self.bits)  # [k, T, H]
         if self.rotation > 1:
@@ -222,3 +254,29 @@ class QuantisedCodec(Codec):
             at = constants["outlier_channels"].long()[:, None].expand(-1, values.shape[1], -1)
             values.scatter_(2, at, encoded["outliers"].view(torch.bfloat16))
         return values.permute(1, 0, 2)
+
+    def decode_numpy(self, encoded: dict[str, np.ndarray], taps: Sequence[int] | None = None) -> np.ndarray:
+        constants = {name: array if taps is None else array[list(taps)] for name, array in self.constants.items()}
+        values = unpack_numpy(encoded["codes"], self.bits)  # [k, T, H], in steps as in decode_plainly, each exact but the last product
+        blocks = values.reshape(*values.shape[:-1], -1, self.block)
+        if self.rotation > 1:
+            blocks = blocks @ _hadamard_matrix(self.rotation)
+        with np.errstate(over="ignore", invalid="ignore"):
+            blocks *= (float_of_bf16(encoded["scales"]) * np.float32(1 / self.rotation))[..., None]
+            values = blocks.reshape(values.shape)
+            values *= constants["channel_scale"][:, None]
+        bits = np.clip(values, -BF16_MAX, BF16_MAX, out=values).view(np.uint32)
+        bits += 0x7FFF + (bits >> 16 & 1)  # to the nearest bfloat16, half to even
+        bits &= 0xFFFF0000
+        if self.num_outliers:
+            at = np.broadcast_to(constants["outlier_channels"][:, None], encoded["outliers"].shape)
+            np.put_along_axis(values, at, float_of_bf16(encoded["outliers"]), -1)
+        return values.transpose(1, 0, 2)
+
+
+def _hadamard_matrix(size: int) -> np.ndarray:
+    """float32 ``[size, size]``: what ``hadamard`` multiplies by."""
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix

@@ -7,18 +7,23 @@ norm of later ones. So the mean square of a channel is taken over vectors that a
 token counts alike, or the first one would set the scale for all.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import safetensors
 import safetensors.numpy
-import torch
 import xxhash
 
 from dflash_offline.errors import StoreDamagedError, StoreError
 from dflash_offline.manifest import write_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 # of the median channel: one that was quiet on these rows must not, once it speaks, take the scale from its whole block
 # (real residual streams have none below 0.6 of the median, so it costs nothing)
@@ -33,7 +38,7 @@ class ChannelStatistics:
     num_tokens: int
 
     @classmethod
-    def from_rows(cls, rows: Iterable[torch.Tensor]) -> "ChannelStatistics":
+    def from_rows(cls, rows: Iterable[torch.Tensor]) -> ChannelStatistics:
         """Measure on hidden states bf16 ``[T, K, H]`` of some samples; a few thousand tokens are enough.
 
         Sums in float64 on the rows' device; replicas share one result rather than measure each (``save``, ``load``).
@@ -41,6 +46,8 @@ class ChannelStatistics:
         Raises:
             StoreError: there is no row, or a value is not finite.
         """
+        import torch
+
         total: torch.Tensor | None = None
         num_tokens = 0
         for hidden in rows:
@@ -67,7 +74,7 @@ class ChannelStatistics:
         write_bytes(Path(path), safetensors.numpy.save({"rms": np.ascontiguousarray(self.rms)}, metadata))
 
     @classmethod
-    def load(cls, path: Path) -> "ChannelStatistics":
+    def load(cls, path: Path) -> ChannelStatistics:
         """Read what ``save`` wrote.
 
         Raises:
