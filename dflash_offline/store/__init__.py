@@ -26,7 +26,8 @@ Reading order::
     inspect        what is in a store, as dictionaries: summary, samples, details, stats, diff
 """
 
-from dflash_offline.store.batch import EncodedBatch
+from typing import TYPE_CHECKING, Any
+
 from dflash_offline.store.inspect import details, diff, environment_notes, export_sample, samples, stats, summary, unfinished
 from dflash_offline.store.making import create_or_open, rebuild_index
 from dflash_offline.store.objects import open_objects
@@ -34,7 +35,13 @@ from dflash_offline.store.reader import HiddenStateStore, StoredSample, committe
 from dflash_offline.store.remote import Remote, mirror
 from dflash_offline.store.schema import check_identity, committed_parts
 from dflash_offline.store.verify import Problem, verify
-from dflash_offline.store.writer import NewSample, PartWriter
+
+if TYPE_CHECKING:
+    from dflash_offline.store.batch import EncodedBatch
+    from dflash_offline.store.writer import NewSample, PartWriter
+
+# imported when first asked for: they need torch, which takes seconds that a look into a store has no use for
+_WITH_TORCH = {"EncodedBatch": "batch", "NewSample": "writer", "PartWriter": "writer"}
 
 __all__ = [
     "EncodedBatch",
@@ -61,3 +68,16 @@ __all__ = [
     "unfinished",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    globals()[name] = found = getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -16,21 +16,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-import torch
 
 from dflash_offline import manifest
 from dflash_offline.codecs import Codec
 from dflash_offline.errors import StoreDamagedError, StoreError, StoreIdentityError
 from dflash_offline.store import schema
-from dflash_offline.store.batch import EncodedBatch
 from dflash_offline.store.memory import Blocks
 from dflash_offline.store.parts import StoredPart, Verify
 from dflash_offline.store.remote import Remote, mirror
 from dflash_offline.store.shards import ShardedArray, read_small
 from dflash_offline.store.threads import Read, ReadingThreads
+
+if TYPE_CHECKING:  # torch takes longer to import than tables to read: only what gives tensors imports it
+    import torch
+
+    from dflash_offline.store.batch import EncodedBatch
 
 
 @dataclass(frozen=True)
@@ -54,21 +57,28 @@ class StoredSample:
         trained = int(np.count_nonzero(self.loss_mask))
         return f"<sample {self.number}, {self.part}: {len(self)} tokens, {trained} trained on, layers {self.store.layer_ids}>"
 
-    def hidden_states(self, layers: Sequence[int] | None = None, tokens: slice = slice(None)) -> torch.Tensor:
+    def hidden_states(self, layers: Sequence[int] | None = None, tokens: slice = slice(None)) -> "torch.Tensor":
         """bf16 ``[t, k, H]``; only the chunks that hold them are read.
 
         Args:
             layers: positions along K (``store.positions(layer_ids)`` finds them); None = all.
             tokens: a slice without step.
         """
+        return self.store.read_tokens(self.number, *self._range(tokens), layers)
+
+    def hidden_states_numpy(self, layers: Sequence[int] | None = None, tokens: slice = slice(None)) -> np.ndarray:
+        """``hidden_states`` as float32, the same numbers; does not import torch, which takes longer than reading a few samples."""
+        return self.store.read_tokens_numpy(self.number, *self._range(tokens), layers)
+
+    def _range(self, tokens: slice) -> tuple[int, int]:
         if not isinstance(tokens, slice):
             raise StoreError(f"tokens = {tokens!r}: give a slice, as sample[10:20] or tokens=slice(10, 20)")
         start, stop, step = tokens.indices(len(self))
         if step != 1:
             raise StoreError(f"tokens = {tokens}: a step is not supported; slice the result instead")
-        return self.store.read_tokens(self.number, start, max(start, stop), layers)
+        return start, max(start, stop)
 
-    def __getitem__(self, tokens: slice) -> torch.Tensor:
+    def __getitem__(self, tokens: slice) -> "torch.Tensor":
         """``sample[a:b]`` is ``sample.hidden_states(tokens=slice(a, b))``."""
         return self.hidden_states(tokens=tokens)
 
@@ -279,23 +289,38 @@ class HiddenStateStore:
 
     # -- hidden states ---------------------------------------------------------------------------------------------
 
-    def read_tokens(self, number: int, start: int, stop: int, layers: Sequence[int] | None = None) -> torch.Tensor:
+    def read_tokens(self, number: int, start: int, stop: int, layers: Sequence[int] | None = None) -> "torch.Tensor":
         """bf16 ``[stop - start, k, H]`` of one sample, decoded on the CPU."""
-        part, index = self._locate(number)
-        taps = self._taps(layers)
-        size = self.codec.block_bytes(len(taps), stop - start)
-        arrays = self.codec.views(torch.from_numpy(self._blocks.take(size)), len(taps), stop - start)
-        first = int(part.offsets[index])
-        self._read([(part, first + start, first + stop)], taps, [_bytes(array) for array in arrays.values()])
-        return self.codec.decode(arrays, taps)
+        import torch
 
-    def read_encoded(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> EncodedBatch:
+        taps = self._taps(layers)
+        block = torch.from_numpy(self._read_block(number, start, stop, taps))
+        return self.codec.decode(self.codec.views(block, len(taps), stop - start), taps)
+
+    def read_tokens_numpy(self, number: int, start: int, stop: int, layers: Sequence[int] | None = None) -> np.ndarray:
+        """float32 ``[stop - start, k, H]``: the numbers of ``read_tokens``, without torch."""
+        taps = self._taps(layers)
+        block = self._read_block(number, start, stop, taps)  # held until all is decoded: views do not keep it from being used again
+        return self.codec.decode_numpy(self.codec.views_numpy(block, len(taps), stop - start), taps)
+
+    def _read_block(self, number: int, start: int, stop: int, taps: Sequence[int]) -> np.ndarray:
+        """uint8: some tokens of one sample as they are stored, laid out as ``codec.views`` finds them."""
+        part, index = self._locate(number)
+        block = self._blocks.take(self.codec.block_bytes(len(taps), stop - start))
+        arrays = self.codec.views_numpy(block, len(taps), stop - start)
+        first = int(part.offsets[index])
+        self._read([(part, first + start, first + stop)], taps, [array.view(np.uint8) for array in arrays.values()])
+        return block
+
+    def read_encoded(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> "EncodedBatch":
         """Read samples as they are stored, one after another.
 
         Args:
             indices: sample numbers.
             layers: positions along K, in the order wanted; None = all.
         """
+        from dflash_offline.store.batch import EncodedBatch
+
         taps = self._taps(layers)
         located = [self._locate(i) for i in indices]
         lengths = [int(part.offsets[index + 1] - part.offsets[index]) for part, index in located]
@@ -323,8 +348,10 @@ class HiddenStateStore:
             )
         return taps
 
-    def take_memory(self, size: int) -> torch.Tensor:
+    def take_memory(self, size: int) -> "torch.Tensor":
         """uint8 ``[size]`` for the codes of one batch, page-locked where CUDA is used; given back whole when the batch is dropped."""
+        import torch
+
         if torch.cuda.is_available():
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return torch.from_numpy(self._blocks.take(size))
@@ -379,7 +406,7 @@ def _check_content(parts: Iterable[StoredPart]) -> None:
         part.check_content()
 
 
-def _bytes(array: torch.Tensor) -> np.ndarray:
+def _bytes(array: "torch.Tensor") -> np.ndarray:
     return array.numpy().view(np.uint8)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 
 from dflash_offline import manifest
@@ -177,6 +176,8 @@ def _samples_of(folder: Path, file: str, samples: int) -> tuple[int, int]:
 
 
 def _value_problems(root: Path, names: Sequence[str]) -> list[Problem]:
+    import torch
+
     problems, seen = [], {}
     with HiddenStateStore(root, verify="off", parts=names) as store:
         for i in range(len(store)):
