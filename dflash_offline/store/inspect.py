@@ -1,7 +1,7 @@
 """What is in a store, as plain dictionaries for the command line, a report or a notebook.
 
-``summary``, ``samples`` and ``diff`` read tables and manifests only; ``stats`` and ``details`` read the hidden states of
-the few samples they are asked about.
+``summary`` and ``samples`` read tables and manifests only; ``stats``, ``details`` and ``diff`` read the hidden states of
+the few samples they are asked about, in numpy: importing torch would take longer than all that they do.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from dflash_offline import manifest
 from dflash_offline.errors import StoreError
@@ -149,9 +148,9 @@ def details(
     store = open_store(path)
     sample = store[number]
     taps = list(range(store.num_taps)) if layers is None else [int(i) for i in layers]
-    hidden = sample.hidden_states(taps, tokens).float()
+    hidden = sample.hidden_states_numpy(taps, tokens)
     names: list[Any] = [*store.layer_ids, *["last"] * (store.num_taps - len(store.layer_ids))]
-    rms = hidden.square().mean(-1).sqrt()
+    rms = _norms(hidden) * store.hidden_size**-0.5
     return {
         "number": sample.number,
         "part": sample.part,
@@ -183,31 +182,42 @@ def stats(path: Path | str | HiddenStateStore, *, num_samples: int = 16, outlier
     store = open_store(path)
     chosen = np.sort(np.random.default_rng(seed).permutation(len(store))[:num_samples])
     taps, width = store.num_taps, store.hidden_size
-    energy, similarity, tokens, bad = torch.zeros(taps, width, dtype=torch.float64), torch.zeros(taps, taps, dtype=torch.float64), 0, 0
-    low, high, total = torch.full((taps,), torch.inf), torch.zeros(taps), torch.zeros(taps, dtype=torch.float64)
+    energy, similarity, tokens, bad = np.zeros((taps, width)), np.zeros((taps, taps)), 0, 0
+    low, high, total = np.full(taps, np.inf), np.zeros(taps), np.zeros(taps)
     for number, window in zip(chosen, _windows(store.lengths[chosen], seed), strict=True):
-        hidden = store[int(number)].hidden_states(tokens=window).float()
-        bad += int((~torch.isfinite(hidden)).sum())
-        hidden = torch.nan_to_num(hidden, 0.0, 0.0, 0.0)
-        energy += hidden.double().square().sum(0)
-        unit = torch.nn.functional.normalize(hidden, dim=-1).transpose(0, 1)
-        similarity += torch.einsum("ith,jth->ij", unit, unit).double()
-        rms = hidden.square().mean(-1).sqrt()
-        low, high, total = torch.minimum(low, rms.amin(0)), torch.maximum(high, rms.amax(0)), total + rms.double().sum(0)
-        tokens += len(hidden)
+        hidden = store[int(number)].hidden_states_numpy(tokens=window).transpose(1, 0, 2)  # [K, T, H]
+        finite = np.isfinite(hidden)
+        if not finite.all():
+            bad += int(np.count_nonzero(~finite))
+            hidden = np.where(finite, hidden, np.float32(0))
+        for tap, values in enumerate(hidden):  # a few MB at a time stay in the caches
+            energy[tap] += np.einsum("th,th->h", values, values, dtype=np.float64)
+        norms = _norms(hidden)
+        rms = norms * width**-0.5
+        with np.errstate(over="ignore"):  # a norm beyond float32: its vector counts as zero
+            unit = (hidden / np.maximum(norms, 1e-12)[..., None].astype(np.float32)).reshape(taps, -1)
+        similarity += unit @ unit.T
+        low, high, total = np.minimum(low, rms.min(1)), np.maximum(high, rms.max(1)), total + rms.sum(1)
+        tokens += hidden.shape[1]
     names: list[Any] = [*store.layer_ids, *["last"] * (taps - len(store.layer_ids))]
     rows = []
     for tap in range(taps):
-        share, channels = (energy[tap] / energy[tap].sum().clamp(min=1e-30)).topk(min(outliers, width))
+        share = energy[tap] / max(energy[tap].sum(), 1e-30)
+        channels = np.argsort(-share, kind="stable")[:outliers]
         rows.append(
             {
                 "layer_id": names[tap],
                 "rms": {"min": float(low[tap]), "mean": float(total[tap] / tokens), "max": float(high[tap])},
-                "outlier_channels": [{"channel": int(c), "share_of_energy": float(s)} for c, s in zip(channels, share, strict=True)],
-                "channel_rms": (energy[tap] / tokens).sqrt().tolist(),
+                "outlier_channels": [{"channel": int(c), "share_of_energy": float(share[c])} for c in channels],
+                "channel_rms": np.sqrt(energy[tap] / tokens).tolist(),
             }
         )
     return {"samples": chosen.tolist(), "tokens": tokens, "not_finite": bad, "layers": rows, "similarity": (similarity / tokens).tolist()}
+
+
+def _norms(vectors: np.ndarray) -> np.ndarray:
+    """L2 norm of each vector of float32 ``[..., H]``, summed in float64, ``[...]``."""
+    return np.sqrt(np.einsum("...h,...h->...", vectors, vectors, dtype=np.float64))
 
 
 def _windows(lengths: np.ndarray, seed: int) -> list[slice]:
@@ -243,11 +253,12 @@ def diff(one: Path | str, other: Path | str, *, num_samples: int = 16, seed: int
         errors, equal = [], 0
         lengths = np.array([int(a.lengths[rows_a[common[i]]]) for i in chosen])
         for i, window in zip(chosen, _windows(lengths, seed), strict=True):
-            x, y = a[rows_a[common[i]]].hidden_states(tokens=window), b[rows_b[common[i]]].hidden_states(tokens=window)
-            equal += bool(torch.equal(x.view(torch.int16), y.view(torch.int16)))
-            x = x.float()
-            errors.append(((y.float() - x).norm(dim=-1) / x.norm(dim=-1).clamp(min=1e-30)).median(0).values)
-        result |= {"compared": len(chosen), "equal": equal, "relative_l2": torch.stack(errors).mean(0).tolist()}
+            x, y = (store[rows[common[i]]].hidden_states_numpy(tokens=window) for store, rows in ((a, rows_a), (b, rows_b)))
+            equal += bool(np.array_equal(x.view(np.uint32), y.view(np.uint32)))
+            with np.errstate(invalid="ignore", over="ignore"):  # what is not finite shows in the result
+                relative = _norms(y - x) / np.maximum(_norms(x), 1e-30)
+            errors.append(np.quantile(relative, 0.5, axis=0, method="lower"))
+        result |= {"compared": len(chosen), "equal": equal, "relative_l2": np.mean(errors, 0).tolist()}
     return result
 
 
@@ -291,6 +302,7 @@ def export_sample(
         StoreError: the file cannot be written.
     """
     import safetensors.torch
+    import torch
 
     store = open_store(path)
     sample, out = store[number], Path(out)
