@@ -1,6 +1,8 @@
 """What the store says of itself, and how fast."""
 
 import json
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -61,6 +63,7 @@ def test_details_of_one_sample(made):
     hidden = everything[7].hidden[10:20, 2].float()
     assert found["input_ids"] == everything[7].input_ids.tolist() and found["loss_mask"] == everything[7].loss_mask.tolist()
     (layer,) = found["layers"]
+    assert np.array_equal(store.HiddenStateStore(root)[7].hidden_states_numpy([2], slice(10, 20))[:, 0], hidden.numpy())
     assert layer["layer_id"] == 3 and layer["values"] == hidden[0, :4].tolist()
     np.testing.assert_allclose(layer["rms"]["mean"], hidden.square().mean(-1).sqrt().mean().item(), rtol=1e-5)
     json.dumps(found)
@@ -213,6 +216,60 @@ def test_stats_and_diff_read_no_more_than_a_window_of_a_sample(monkeypatch):
         assert found["tokens"] == 3 * 256 and 0 < read <= 3 * window + index
         *_, read = opened.by(lambda: store.diff(folder, folder))
         assert 0 < read <= 2 * (3 * window + index)
+
+
+@pytest.mark.parametrize("codec", ["lossless", "int4"])
+def test_a_look_into_a_store_imports_neither_torch_nor_transformers(codec, tmp_path, tiny_target):
+    """Which take seconds each. A process for each command, as on a command line."""
+    root, folder = tmp_path / "s", tmp_path / "run"
+    everything = make_store(root, codec)
+    folder.mkdir()
+    (folder / "run.toml").write_text(f'[target]\nmodel = "{tiny_target}"\n[corpus]\nfiles = ["x"]\n')
+    commands = {
+        "inspect": ["--store", root, "--samples", 3],
+        "stats": ["--store", root],
+        "verify": ["--store", root],
+        "diff": [root, root],
+        "show": [7, "--store", root],
+    }
+    code = (
+        "import sys\nfrom dflash_offline.cli import main\nmain(sys.argv[1:], standalone_mode=False)\n"
+        "print([name for name in ('torch', 'transformers', 'zarr') if name in sys.modules], file=sys.stderr)"
+    )
+    for name, options in commands.items():
+        for form in ([], ["--json"]):
+            arguments = [sys.executable, "-c", code, name, *map(str, options), *form]
+            done = subprocess.run(arguments, cwd=folder, check=False, capture_output=True, text=True)
+            assert (done.returncode, done.stderr) == (0, "[]\n"), name
+            if form:
+                found = json.loads(done.stdout)
+    from dflash_offline.target import load_tokenizer
+
+    assert found["text"] == "".join(
+        load_tokenizer(tiny_target).decode(everything[7].input_ids[part], skip_special_tokens=False)
+        for part in (slice(0, 100), slice(100, 300))  # what is trained on begins after a third
+    )
+
+
+@pytest.mark.parametrize("changed", ["decoder", "ids", "damaged"])
+def test_a_tokenizer_that_is_not_plainly_byte_level_is_left_to_transformers(changed, tmp_path, tiny_tokenizer_dir, monkeypatch):
+    from dflash_offline.cli.inspecting import _tokenizer
+
+    content = json.loads((tiny_tokenizer_dir / "tokenizer.json").read_text())
+    if changed == "decoder":
+        content["decoder"] = {"type": "Fuse"}
+    (tmp_path / "tokenizer.json").write_text("{" if changed == "damaged" else json.dumps(content))
+    monkeypatch.setattr("dflash_offline.target.load_tokenizer", lambda folder: f"by transformers: {folder}")
+    ids = [5, 6, 500 if changed == "ids" else 7]  # 500 tokens: a tokenizer_config.json may add one
+    assert _tokenizer(tmp_path, ids) == f"by transformers: {tmp_path}"
+    assert _tokenizer(tiny_tokenizer_dir, [3, 4]).decode([3, 4]) == '!"'
+
+
+def test_every_public_name_is_there_when_asked_for():
+    code = "from dflash_offline import store; assert {*store.__all__} <= {*dir(store)}; [getattr(store, name) for name in store.__all__]"
+    subprocess.run([sys.executable, "-c", code + "; from dflash_offline.store import *; PartWriter, verify.__call__"], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'Partwriter'"):
+        _ = store.Partwriter
 
 
 def test_a_sample_as_a_safetensors_file(made, tmp_path):

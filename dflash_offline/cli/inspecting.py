@@ -265,17 +265,34 @@ def _text_runs(ids: list[int], mask: list[int], config: Path | None) -> list[tup
 
     from dflash_offline import identity
     from dflash_offline.errors import DFlashError
-    from dflash_offline.target import load_tokenizer
 
     try:
-        run = load_run(config)
-        folder = identity.model_folder(run)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = _tokenizer(identity.model_folder(load_run(config)), ids)
     except DFlashError as error:
         click.echo(f"note: token ids instead of text ({error})", err=True)
         return None
     grouped = groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1]))
     return [(tokenizer.decode([token for token, _ in pairs], skip_special_tokens=False), trained) for trained, pairs in grouped]
+
+
+def _tokenizer(folder: Path, ids: Sequence[int]) -> Any:
+    """What decodes these ids to the text that the folder's tokenizer in transformers does.
+
+    Where it is a byte-level one, ``tokenizer.json`` says all about that, and importing transformers, which takes seconds,
+    is not needed. Tokens that only ``tokenizer_config.json`` adds are transformers' business, as are other decoders, which
+    it makes anew for some models.
+    """
+    from contextlib import suppress
+
+    from tokenizers import Tokenizer, decoders
+
+    with suppress(Exception):  # absent or damaged, of whatever type: load_tokenizer says it
+        found = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        if isinstance(found.decoder, decoders.ByteLevel) and all(found.id_to_token(token) is not None for token in set(ids)):
+            return found
+    from dflash_offline.target import load_tokenizer
+
+    return load_tokenizer(folder)
 
 
 def _plot_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
