@@ -142,12 +142,12 @@ class Opened:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         from dflash_offline.store import shards
 
-        self.shards, self.files, self.bytes = 0, 0, 0
+        self.shards, self.files, self.bytes = set(), 0, 0
         real, read_small = shards._LocalShard, shards.read_small
 
         class Counted(real):
             def __init__(shard, path):
-                self.shards += 1
+                self.shards.add(path)
                 super().__init__(path)
 
             def preadv(shard, buffers, offset):
@@ -164,10 +164,10 @@ class Opened:
             monkeypatch.setattr(f"dflash_offline.store.{module}.read_small", counted)
 
     def by(self, action) -> tuple[int, int, int]:
-        """Small arrays read, shard files opened, bytes read from those, while ``action`` ran."""
-        self.shards = self.files = self.bytes = 0
+        """Small arrays read, different shard files opened, bytes read from those, while ``action`` ran."""
+        self.shards, self.files, self.bytes = set(), 0, 0
         action()
-        return self.files, self.shards, self.bytes
+        return self.files, len(self.shards), self.bytes
 
 
 @pytest.mark.parametrize("per_part", [40, pytest.param(2000, marks=pytest.mark.long)])
@@ -253,7 +253,7 @@ def test_a_look_into_a_store_imports_neither_torch_nor_transformers(codec, tmp_p
 
 @pytest.mark.parametrize("changed", ["decoder", "ids", "damaged"])
 def test_a_tokenizer_that_is_not_plainly_byte_level_is_left_to_transformers(changed, tmp_path, tiny_tokenizer_dir, monkeypatch):
-    from dflash_offline.cli.inspecting import _tokenizer
+    from dflash_offline.cli.showing import _tokenizer
 
     content = json.loads((tiny_tokenizer_dir / "tokenizer.json").read_text())
     if changed == "decoder":

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _add_commands() -> None:
-    from dflash_offline.cli import following, inspecting, planning, results, sampling, starting, tidying, training
+    from dflash_offline.cli import following, inspecting, planning, results, sampling, showing, starting, tidying, training
 
     for command in (
         starting.init,
@@ -66,7 +66,7 @@ def _add_commands() -> None:
         training.train,
         following.status,
         inspecting.inspect,
-        inspecting.show,
+        showing.show,
         inspecting.stats,
         sampling.export_sample,
         inspecting.verify,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from dflash_offline.cli.inspecting import find_sample, layer_positions
 from dflash_offline.cli.options import echo_json, json_option, store_arguments, store_path
+from dflash_offline.cli.showing import find_sample, layer_positions
 from dflash_offline.figures import bytes_text
 
 

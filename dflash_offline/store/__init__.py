@@ -21,6 +21,7 @@ Reading order::
     memory         memory of read batches, used again
     threads        reads of a batch, shared out
     batch          encoded rows on their way to the device
+    sample         one conversation: ids, mask, hidden states when asked for
     reader         HiddenStateStore: samples and encoded batches
     verify         every byte against the manifests
     inspect        what is in a store, as dictionaries: summary, samples, details, stats, diff
@@ -31,8 +32,9 @@ from typing import TYPE_CHECKING, Any
 from dflash_offline.store.inspect import details, diff, environment_notes, export_sample, samples, stats, summary, unfinished
 from dflash_offline.store.making import create_or_open, rebuild_index
 from dflash_offline.store.objects import open_objects
-from dflash_offline.store.reader import HiddenStateStore, StoredSample, committed_hashes
+from dflash_offline.store.reader import HiddenStateStore, committed_hashes
 from dflash_offline.store.remote import Remote, mirror
+from dflash_offline.store.sample import StoredSample
 from dflash_offline.store.schema import check_identity, committed_parts
 from dflash_offline.store.verify import Problem, verify
 
