@@ -117,7 +117,14 @@ def read_status(config: RunConfig) -> Status:
     train_keys = [key for place, key in known if place.stage == "train" and key is not None]
     stages = []
     for place, key in known:
-        mine = [process for process in processes if process.stage == place.stage and process.key in (key, None) and _seems_alive(process)]
+        mine = [
+            process
+            for process in processes
+            if process.stage == place.stage
+            and process.key in (key, None)
+            and _seems_alive(process)
+            and not _is_partial(process, place.config.name)
+        ]
         stages.append(_stage(layout, place, key, mine, corpus_key=corpus_key, train_keys=train_keys, warnings=warnings))
     trainings = {
         place.config.name: row
@@ -232,14 +239,15 @@ def _made_good(process: Process, others: list[Process], made: set[tuple[str, str
 
 
 def _has_failed(stage: Stage, failed: list[Process]) -> bool:
-    """Whether a stage that is not done, and that nothing works at, was left by a process that failed.
-
-    Those of ``train --partial`` have the full drafter's key, but train another one.
-    """
-    partial = f"{Layout.partial_training(stage.drafter)}-"
+    """Whether a stage that is not done, and that nothing works at, was left by a process that failed."""
     return stage.state in ("partial", "pending") and any(
-        (process.stage, process.key) == (stage.name, stage.key) and _kind(process) != partial for process in failed
+        (process.stage, process.key) == (stage.name, stage.key) and not _is_partial(process, stage.drafter) for process in failed
     )
+
+
+def _is_partial(process: Process, drafter: str) -> bool:
+    """Of ``train --partial``: with the full drafter's key, but it trains another one."""
+    return _kind(process) == f"{Layout.partial_training(drafter)}-"
 
 
 def _kind(process: Process) -> str:

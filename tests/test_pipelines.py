@@ -394,7 +394,7 @@ def test_a_prompt_file_that_the_evaluation_would_refuse_is_refused_at_the_start(
     output = run.run(status=1)
     where = f"run.toml: [evaluate] prompts: {run.folder / 'bad.jsonl'}, line 2"
     assert not started(output)
-    assert output.splitlines()[-1] == f"luigi: error: {where}: not valid JSON (Expecting ':' delimiter at column 10)"
+    assert output.splitlines()[-1] == f"luigi: error: {where}: invalid JSON (Expecting ':' delimiter at column 10)"
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,10 @@ def test_a_partial_training_that_failed_is_not_the_full_one(
     found = read_status(config)
     assert [stage.drafter for stage in found.stages if stage.state == "failed"] == failed
     assert f"{process}: error: too slow" in found.warnings
+    tell(config, "train", process, text="training", key=key)
+    found = read_status(config)
+    assert [stage.drafter for stage in found.stages if stage.state == "running"] == failed, "nor is one at work"
+    assert process in [each.name for each in found.processes]
 
 
 def test_a_later_run_on_another_host_proves_nothing(config: RunConfig) -> None:
