@@ -185,7 +185,7 @@ def test_the_switch_that_hides_a_race_is_refused():
         prove(SdpaAttention(), windows={None}, **GEOMETRY)
 
 
-@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+@pytest.mark.parametrize("variable", [pytest.param("TORCH_COMPILE_DISABLE", marks=pytest.mark.long), "TORCHDYNAMO_DISABLE"])
 def test_compilation_that_is_turned_off_is_refused_where_it_is_wanted(variable):
     code = """
 import torch, dflash_offline.attention as a, dflash_offline.attention.proof as p
