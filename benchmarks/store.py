@@ -321,7 +321,7 @@ def files_section(real: list[torch.Tensor], gigabytes: float, folder: Path, seco
         written = timed_write(write, folder / name, bf16_bytes)
         result[name] = files_and_bytes(folder / name, bf16_bytes) | written
         print(name, result[name], flush=True)
-    store_processes.write_corpus(folder / "corpus", [len(sample) for sample in samples])
+    store_processes.write_rows(folder / "corpus", [len(sample) for sample in samples])
     all_readers = readers({name: folder / name for name in ways})
     all_readers |= store_processes.readers({name: folder / name for name in ("lossless", "int8")}, folder / "corpus")
     for name, read in all_readers.items():

@@ -7,41 +7,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from made_corpus import write_corpus
 
 from dflash_offline import store
 from dflash_offline.config.train import TrainConfig
 from dflash_offline.corpus import Corpus
-from dflash_offline.corpus.storage import CorpusWriter, row_hash
 from dflash_offline.dataset import BatchLoader, BatchShape, Job, processes_for
-from dflash_offline.manifest import write_manifest
 
 BLOCK_SIZE = 16
 
 
-def write_corpus(folder: Path, lengths: list[int]) -> None:
+def write_rows(folder: Path, lengths: list[int]) -> None:
     """Rows of these lengths, the tokens those of the benchmark's stores."""
-    folder.mkdir()
-    count = len(lengths)
-    rows, masks = [np.arange(length, dtype=np.int32) for length in lengths], [np.ones(length, np.uint8) for length in lengths]
-    hashes = [row_hash(row, mask) for row, mask in zip(rows, masks, strict=True)]
-    with CorpusWriter(folder) as writer:
-        writer.append(
-            {
-                "input_ids": np.concatenate(rows),
-                "loss_mask": np.concatenate(masks),
-                "lengths": np.array(lengths),
-                "hashes": np.frombuffer(b"".join(hashes), np.uint8).reshape(count, 32),
-                "prompt_hashes": np.arange(count),
-                "file_index": np.zeros(count),
-                "line": np.arange(1, count + 1),
-                "source_index": np.full(count, -1),
-                "truncated": np.zeros(count),
-            }
-        )
-        files = writer.finish(buckets=np.zeros(count), heldout=np.zeros(count))
-    counts = {"rows": count, "tokens": sum(lengths)}
-    rows_from = {"files": ["rows.jsonl"], "sources": []}
-    write_manifest(folder, kind="corpus", key="benchmark", files=files, counts=counts, bucket_edges=[max(lengths) + 1], rows_from=rows_from)
+    rows = [np.arange(length, dtype=np.int32) for length in lengths]
+    write_corpus(folder, rows, [np.ones(length, np.uint8) for length in lengths], key="benchmark")
 
 
 class TrainingReader:

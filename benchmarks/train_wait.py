@@ -33,12 +33,11 @@ from safetensors.torch import save_file
 from dflash_offline import keys, store
 from dflash_offline.codecs import ChannelStatistics
 from dflash_offline.config import RunConfig
-from dflash_offline.corpus.storage import CorpusWriter, row_hash
 from dflash_offline.drafter import DrafterShape
 from dflash_offline.layout import Layout
-from dflash_offline.manifest import write_manifest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from made_corpus import write_corpus  # noqa: E402
 from train_work import QWEN3_8B, TINY, WORKS  # noqa: E402
 
 RESULT = Path(__file__).resolve().parent / "results" / "train_scaling.json"
@@ -116,30 +115,10 @@ def write_rows(run_file: Path, size: Size, device: str) -> None:
     """Corpus and store of random rows, where the run file wants them."""
     config = RunConfig.load(run_file)
     layout, key = Layout(config.root_dir), keys.corpus_key(config)
-    folder = layout.corpus(key)
-    folder.mkdir(parents=True)
-    random = np.random.default_rng(0)
+    random, count = np.random.default_rng(0), size.rows
     mask = (np.arange(size.length) >= size.length // 8).astype(np.uint8)
-    rows = [random.integers(0, size.shape.vocab_size - 2, size.length, dtype=np.int32) for _ in range(size.rows)]
-    hashes = [row_hash(row, mask) for row in rows]
-    with CorpusWriter(folder) as writer:
-        count = size.rows
-        row_arrays = {
-            "lengths": np.full(count, size.length),
-            "hashes": np.frombuffer(b"".join(hashes), np.uint8).reshape(count, 32),
-            "prompt_hashes": np.arange(count),
-            "file_index": np.zeros(count),
-            "line": np.arange(1, count + 1),
-            "source_index": np.full(count, -1),
-            "truncated": np.zeros(count),
-        }
-        writer.append({"input_ids": np.concatenate(rows), "loss_mask": np.tile(mask, count), **row_arrays})
-        files = writer.finish(buckets=np.zeros(count), heldout=np.zeros(count))
-    counts = {"rows": count, "tokens": count * size.length}
-    write_manifest(
-        folder, kind="corpus", key=key, files=files, counts=counts, bucket_edges=[size.length + 1],
-        rows_from={"files": ["rows.jsonl"], "sources": []},
-    )  # fmt: skip
+    rows = [random.integers(0, size.shape.vocab_size - 2, size.length, dtype=np.int32) for _ in range(count)]
+    hashes = write_corpus(layout.corpus(key), rows, [mask] * count, key=key)
     path = layout.store(keys.capture_key(config))
     store.create_or_open(path, keys.store_identity(config))
     taps, hidden_size = len(size.shape.target_layer_ids), size.shape.hidden_size
