@@ -16,8 +16,11 @@ _RIGHT = crc32c_number(bytes(4))  # of any chunk and its check: an empty one's c
 _table = np.array([_RIGHT], np.uint32)  # [n]: what a right chunk has become n bytes later
 
 
-def _over_a_byte(number: int) -> int:
-    return crc32c_number(b"\0", number) ^ crc32c_number(b"\0")
+def _going_on(length: int) -> np.ndarray:
+    """uint32 ``[32]``: what each bit of a crc32c becomes when it goes on over ``length`` bytes, those bytes' own share left out."""
+    zeros = bytes(length)
+    own = crc32c_number(zeros)
+    return np.array([crc32c_number(zeros, 1 << bit) ^ own for bit in range(32)], np.uint32)
 
 
 def _tables(columns: np.ndarray) -> list[np.ndarray]:
@@ -45,7 +48,7 @@ def _table_for(length: int) -> np.ndarray:
     Without a lock: a process forked meanwhile would wait for one for ever. Two threads may both make it.
     """
     global _table
-    columns, size, table = np.array([_over_a_byte(1 << bit) for bit in range(32)], np.uint32), 1, _table
+    columns, size, table = _going_on(1), 1, _table
     while size <= length:
         if len(table) == size:
             table = np.concatenate([table, _apply(columns, table)])
@@ -69,7 +72,7 @@ class EqualChunks:
 
     def __init__(self, chunk_bytes: int):
         self._chunk_bytes, self._known = chunk_bytes, [0]
-        self._going_on: list[list[int]] = []
+        self._over_a_chunk: list[list[int]] = []
 
     def of(self, count: int) -> int:
         """crc32c of so many right chunks side by side, checks included."""
@@ -84,11 +87,9 @@ class EqualChunks:
 
     def joined(self, checks: Iterable[int]) -> int:
         """crc32c of chunks side by side without their checks, which are these."""
-        if not self._going_on:
-            zeros = bytes(self._chunk_bytes)
-            columns = np.array([crc32c_number(zeros, 1 << bit) ^ crc32c_number(zeros) for bit in range(32)], np.uint32)
-            self._going_on = [made.tolist() for made in _tables(columns)]
-        lowest, low, high, highest = self._going_on
+        if not self._over_a_chunk:
+            self._over_a_chunk = [made.tolist() for made in _tables(_going_on(self._chunk_bytes))]
+        lowest, low, high, highest = self._over_a_chunk
         value = 0
         for check in checks:  # what the chunks before have come to goes on over this one
             value = lowest[value & 255] ^ low[value >> 8 & 255] ^ high[value >> 16 & 255] ^ highest[value >> 24] ^ check

@@ -149,7 +149,7 @@ def details(
     sample = store[number]
     taps = list(range(store.num_taps)) if layers is None else [int(i) for i in layers]
     hidden = sample.hidden_states_numpy(taps, tokens)
-    names: list[Any] = [*store.layer_ids, *["last"] * (store.num_taps - len(store.layer_ids))]
+    names = store.layer_names
     rms = _norms(hidden) * store.hidden_size**-0.5
     return {
         "number": sample.number,
@@ -199,7 +199,7 @@ def stats(path: Path | str | HiddenStateStore, *, num_samples: int = 16, outlier
         similarity += unit @ unit.T
         low, high, total = np.minimum(low, rms.min(1)), np.maximum(high, rms.max(1)), total + rms.sum(1)
         tokens += hidden.shape[1]
-    names: list[Any] = [*store.layer_ids, *["last"] * (taps - len(store.layer_ids))]
+    names = store.layer_names
     rows = []
     for tap in range(taps):
         share = energy[tap] / max(energy[tap].sum(), 1e-30)
@@ -248,7 +248,7 @@ def diff(one: Path | str, other: Path | str, *, num_samples: int = 16, seed: int
         "relative_l2": None,
     }
     if common and (a.layer_ids, a.num_taps, a.hidden_size) == (b.layer_ids, b.num_taps, b.hidden_size):
-        result["layer_ids"] = [*a.layer_ids, *["last"] * (a.num_taps - len(a.layer_ids))]
+        result["layer_ids"] = a.layer_names
         chosen = np.random.default_rng(seed).permutation(len(common))[:num_samples]
         errors, equal = [], 0
         lengths = np.array([int(a.lengths[rows_a[common[i]]]) for i in chosen])
@@ -306,7 +306,7 @@ def export_sample(
 
     store = open_store(path)
     sample, out = store[number], Path(out)
-    names = [*map(str, store.layer_ids), *["last"] * (store.num_taps - len(store.layer_ids))]
+    names = list(map(str, store.layer_names))
     taps = range(store.num_taps) if layers is None else layers
     facts = {
         "number": sample.number,
