@@ -71,7 +71,7 @@ def identity(codec: str = "lossless", **fields: object) -> dict[str, object]:
 
 
 def settings(codec: str = "lossless", **fields: object) -> StoreConfig:
-    return StoreConfig(**{"codec": codec, "shard_bytes": 128 * K * H, "chunk_tokens": 64, **fields})
+    return StoreConfig(**{"codec": codec, "shard_bytes": 128 * K * (H + 1), "chunk_tokens": 64, **fields})
 
 
 def statistics_for(codec: str, taps: int = K, hidden: int = H) -> ChannelStatistics | None:

@@ -512,5 +512,5 @@ def test_plan_estimates_by_what_earlier_runs_measured_and_bounds_what_one_writes
     assert json.loads(own_command("plan", "--json").stdout)["train_s"] > 0
     found = json.loads(own_command("inspect", "--json").stdout)
     arrays = {row["name"]: row["bytes"] for row in found["arrays"]}
-    hidden = arrays["high"] + arrays["low"]
+    hidden = arrays["exponents"] + arrays["sign_mantissa"]
     assert hidden <= found["tokens"] * (token_bytes(config())["lossless"] - 5) * 1.02

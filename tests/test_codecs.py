@@ -29,6 +29,22 @@ def test_every_bf16_bit_pattern_survives(name):
         assert encoded[array.name].is_contiguous()
 
 
+def test_exponents_are_packed_as_the_formula_says():
+    """The formula of ``planes``' docstring, one number at a time."""
+    bits = (np.arange(6 * 2 * 10) * 40503 + 12345).astype(np.uint16).reshape(6, 2, 10)  # exponents far from each other
+    bits[3:] = bits[3:] & 0x83FF | 0x3C00  # and near
+    encoded = make_codec("lossless", num_taps=2, hidden_size=10).encode(torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16))
+    exponents, rest = encoded["exponents"].numpy(), encoded["sign_mantissa"].numpy()
+    assert exponents[:, :3, 5:-1].any() and not exponents[:, 3:, 5:-1].any()
+    for token, tap in np.ndindex(6, 2):
+        row = exponents[tap, token].tolist()
+        for channel in range(10):
+            shift = 4 * (channel % 2)
+            below = (row[channel // 2] >> shift & 15) + 16 * (row[5 + channel // 2] >> shift & 15)
+            byte = int(rest[tap, token, channel])
+            assert bits[token, tap, channel] == (byte >> 7) << 15 | (row[10] - below) % 256 << 7 | byte % 128
+
+
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("taps", [None, [2, 0]])
 def test_numpy_decodes_to_the_same_numbers(name, taps):
@@ -130,7 +146,7 @@ def test_packing_round_trip(bits):
 @pytest.mark.parametrize(
     ("name", "limits"),
     [
-        ("lossless", {4096: 1.0}),
+        ("lossless", {4096: 1.001}),  # before compression
         ("int8", {4096: 0.51, 5120: 0.51, 576: 0.51, 64: 0.52}),
         ("int6", {1024: 0.40, 576: 0.41}),
         ("int4", {1024: 0.29, 576: 0.30}),
@@ -207,6 +223,8 @@ def test_refusals():
         make_codec("int8", num_taps=3, hidden_size=66, statistics=statistics)
     with pytest.raises(StoreError, match="'fp8' is not known; allowed: bf16"):
         make_codec("fp8", num_taps=2, hidden_size=64)
+    with pytest.raises(StoreError, match="the hidden size is 65; use bf16"):
+        make_codec("lossless", num_taps=2, hidden_size=65)
 
 
 def test_statistics_survive_saving_and_notice_damage(tmp_path):

@@ -116,7 +116,10 @@ def test_plain_zarr_and_a_few_lines_decode_it(tmp_path, codec):
         bits = group["hidden_states"][a:b]
         assert group["hidden_states"].attrs["view_dtype"] == "bfloat16" and group["hidden_states"].fill_value == 0x7FC0
     elif codec == "lossless":
-        bits = group["high"][a:b].astype("u2") << 8 | group["low"][a:b]
+        packed, rest = group["exponents"][a:b], group["sign_mantissa"][a:b]
+        low, high = packed[..., : H // 2], packed[..., H // 2 : -1]
+        below = np.stack([low & 15 | high << 4, low >> 4 | high & 240], -1).reshape(rest.shape)
+        bits = (rest & 128).astype("u2") << 8 | (packed[..., -1:] - below).astype("u2") << 7 | rest & 127
     else:
         codes, n, bits = group["codes"][a:b], group.attrs["rotation"], group.attrs["bits"]
         if bits < 8:

@@ -65,7 +65,7 @@ def assert_as_undisturbed(root, undisturbed):
 
 
 def shard(partial, number):
-    return partial / ("high" if (partial / "high").exists() else "codes") / "c" / str(number) / "0" / "0"
+    return partial / ("exponents" if (partial / "exponents").exists() else "codes") / "c" / str(number) / "0" / "0"
 
 
 def cut(path):
@@ -246,7 +246,7 @@ def test_a_listed_part_whose_shards_are_in_an_object_store_only_gets_its_name():
         root = folder / "here" / "s"
         store.create_or_open(root, identity(), url=(folder / "there").as_uri())
         write_part(root, "part-00000", samples)
-        assert not any(path.is_file() for path in root.glob("part-00000/high/c/**/*"))
+        assert not any(path.is_file() for path in root.glob("part-00000/exponents/c/**/*"))
         (root / "part-00000").rename(root / "part-00000.partial")
         with writer(root, "part-00000", samples) as part:
             assert part.already_committed

@@ -78,7 +78,7 @@ def test_truncated_emptied_and_missing_files_are_found(damaged):
 
 
 def test_what_is_no_file_any_more_is_named(damaged):
-    array = "low" if (damaged / "part-00001" / "low").exists() else "codes"
+    array = "sign_mantissa" if (damaged / "part-00001" / "sign_mantissa").exists() else "codes"
     shard = damaged / "part-00001" / array / "c" / "1" / "0" / "0"
     opened = store.HiddenStateStore(damaged, verify="off")
     number = len(opened) - 1
@@ -93,10 +93,10 @@ def test_what_is_no_file_any_more_is_named(damaged):
 
 
 def test_problems_name_the_samples(damaged):
-    array = "low" if (damaged / "part-00001" / "low").exists() else "codes"
+    array = "sign_mantissa" if (damaged / "part-00001" / "sign_mantissa").exists() else "codes"
     flip(damaged / "part-00001" / array / "c" / "1" / "0" / "0", 5, 1)  # one shard of some tokens
     (problem,) = store.verify(damaged)
-    edges, shard_tokens = np.concatenate([[0], np.cumsum(LENGTHS)]), 128 if array == "low" else 256
+    edges, shard_tokens = np.concatenate([[0], np.cumsum(LENGTHS)]), 128 if array == "sign_mantissa" else 256
     tokens = range(shard_tokens, min(2 * shard_tokens, edges[-1]))
     touched = [i for i in range(len(LENGTHS)) if edges[i] < tokens.stop and edges[i + 1] > tokens.start]
     assert problem.samples == (touched[0], touched[-1]) and problem.part == "part-00001"
@@ -113,7 +113,7 @@ def test_problems_name_the_samples(damaged):
 
 def test_reading_names_the_one_damaged_chunk_among_those_read_at_once(damaged):
     """Chunks side by side are checked in one go; every chunk, and every place in it, must still be found and named."""
-    names = [name for name in ("low", "high", "codes", "scales") if (damaged / "part-00000" / name).exists()]
+    names = [name for name in ("sign_mantissa", "exponents", "codes", "scales") if (damaged / "part-00000" / name).exists()]
     for name in names:
         shard = damaged / "part-00000" / name / "c" / "0" / "0" / "0"
         whole, array = shard.read_bytes(), zarr_json(shard)
@@ -138,7 +138,7 @@ def test_reading_names_the_one_damaged_chunk_among_those_read_at_once(damaged):
 
 @pytest.mark.parametrize(("column", "value"), [(0, 1), (0, 2**63), (0, 2**64 - 2), (1, 2**62), (1, 2**40), (1, 0), (1, 3)])
 def test_an_index_that_does_not_fit_its_file_is_damage_whatever_its_checksum_says(damaged, column, value):
-    array = "high" if (damaged / "part-00000" / "high").exists() else "codes"
+    array = "exponents" if (damaged / "part-00000" / "exponents").exists() else "codes"
     shard = damaged / "part-00000" / array / "c" / "0" / "0" / "0"
     whole, meta = shard.read_bytes(), zarr_json(shard)
     chunks = meta["shape"][1] * (meta["shard"] // meta["chunk"])
@@ -177,7 +177,7 @@ def test_extra_files(damaged):
 
 
 def test_swapped_shards_and_parts(damaged):
-    array = next(name for name in ("low", "codes") if (damaged / "part-00001" / name).exists())
+    array = next(name for name in ("sign_mantissa", "codes") if (damaged / "part-00001" / name).exists())
     one, other = (damaged / part / array / "c" / "0" / "0" / "0" for part in ("part-00000", "part-00001"))
     first, second = one.read_bytes(), other.read_bytes()
     one.write_bytes(second)
@@ -209,7 +209,7 @@ def test_edited_manifests(damaged):
 
 
 def test_missing_part_is_named_and_captured_again(damaged):
-    codec = "lossless" if (damaged / "part-00000" / "low").exists() else "int4"
+    codec = "lossless" if (damaged / "part-00000" / "sign_mantissa").exists() else "int4"
     shutil.rmtree(damaged / "part-00000")
     assert said(damaged) == ["part-00000: the part's folder is missing"]
     with pytest.raises(StoreDamagedError, match="part-00000.*folder is missing; capture again"):
@@ -243,14 +243,14 @@ def test_absent_array_attribute_and_codec_are_named(damaged):
     group = damaged / "part-00000" / "zarr.json"
     whole = group.read_text()
     group.write_text(whole.replace('"num_taps"', '"taps"'))
-    with pytest.raises(StoreDamagedError, match=r"attribute 'num_taps' is missing \(format version 1 has it\)"):
+    with pytest.raises(StoreDamagedError, match=r"attribute 'num_taps' is missing \(every format version has it\)"):
         store.HiddenStateStore(damaged, verify="off")[0].hidden_states()
     group.write_text(whole)
     shutil.move(damaged / "part-00000" / "input_ids", damaged / "ids")
     with pytest.raises(StoreDamagedError, match="array 'input_ids' is missing"):
         store.HiddenStateStore(damaged, verify="off")[0]
     shutil.move(damaged / "ids", damaged / "part-00000" / "input_ids")
-    array = "low" if (damaged / "part-00000" / "low").exists() else "codes"
+    array = "sign_mantissa" if (damaged / "part-00000" / "sign_mantissa").exists() else "codes"
     meta = damaged / "part-00000" / array / "zarr.json"
     meta.write_text(meta.read_text().replace('"crc32c"', '"crc99"'))
     with pytest.raises(StoreDamagedError, match=f"array '{array}' is stored with codec 'crc99'"):
@@ -260,13 +260,13 @@ def test_absent_array_attribute_and_codec_are_named(damaged):
 def test_newer_format_is_refused_with_the_release_needed(damaged):
     group = damaged / "zarr.json"
     raw = json.loads(group.read_text())
-    raw["attributes"] |= {"format_version": 2, "reader_needed": "3.1"}
+    raw["attributes"] |= {"format_version": 3, "reader_needed": "3.1"}
     group.write_text(json.dumps(raw))
     assert said(damaged)[0].startswith("zarr.json: content differs")
     index = json.loads((damaged / "index.json").read_text())
     write_index(damaged, {**index, "group": [group.stat().st_size, manifest.checksum(group)]})
     for use in (store.HiddenStateStore, store.verify, lambda path: store.create_or_open(path, {})):
-        with pytest.raises(StoreError, match="store format version 2; this release reads up to 1. Install dflash_offline 3.1 or later"):
+        with pytest.raises(StoreError, match="store format version 3; this release reads up to 2. Install dflash_offline 3.1 or later"):
             use(damaged)
 
 

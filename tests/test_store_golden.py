@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 import zarr
 
 from dflash_offline import store
+from dflash_offline.codecs import CODECS
+from dflash_offline.config import StoreConfig
 
 FOLDER = Path(__file__).parent / "golden"
 STORES = sorted(FOLDER.glob("v*.zarr"))
@@ -22,8 +25,8 @@ def golden():
     return module
 
 
-def test_there_is_one_of_each_codec():
-    assert [path.stem.split("-")[1] for path in STORES] == sorted(golden().CODECS)
+def test_there_is_one_of_each_codec_and_layout():
+    assert {path.stem for path in STORES} == {f"v1-{codec}" for codec in CODECS} | {"v2-lossless"}
     assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 400_000
 
 
@@ -45,6 +48,24 @@ def test_golden_store_is_read_to_the_bit(path):
 @pytest.mark.parametrize("path", STORES, ids=lambda path: path.stem)
 def test_golden_store_opens_with_plain_zarr(path):
     group = zarr.open(path, mode="r")["part-00000"]
-    names = {"bf16": ["hidden_states"], "lossless": ["high", "low"]}.get(group.attrs["codec"], ["codes", "scales"])
+    names = {"v1-bf16": ["hidden_states"], "v1-lossless": ["high", "low"], "v2-lossless": ["exponents", "sign_mantissa"]}
+    names = names.get(path.stem, ["codes", "scales"])
     for name in [*names, "input_ids", "loss_mask"]:
         assert group[name].shape[0] == 74 and group[name][...].any()
+
+
+def test_a_store_of_an_older_format_goes_on_in_it(tmp_path):
+    root, made = tmp_path / "s", golden()
+    shutil.copytree(FOLDER / "v1-lossless.zarr", root)
+    writer = store.PartWriter(
+        root, "part-00001", store_settings=StoreConfig(codec="lossless"), num_taps=2, hidden_size=64, num_tokens=70, num_samples=1
+    )
+    with writer as part:
+        ids, mask, hidden = made.row(1)
+        part.append(3, bytes(32), 0, ids, mask, hidden)
+        part.commit()
+    assert store.verify(root, values=True) == []
+    assert zarr.open(root, mode="r")["part-00001"].attrs["format_version"] == 1
+    batch = store.HiddenStateStore(root).read_encoded([3, 1])  # of both parts
+    assert sorted(batch.arrays) == ["high", "low"]
+    assert torch.equal(batch.decode().view(torch.int16), torch.cat([hidden, hidden]).flatten(1).view(torch.int16))

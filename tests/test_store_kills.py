@@ -95,7 +95,7 @@ def test_temporary_files_of_a_killed_writer_do_not_stay(tmp_path):
         append(part, samples[0])
     partial = tmp_path / "killed" / "part-00000.partial"
     planted = [
-        partial / "low" / ".zarr.json.51-1400.tmp",
+        partial / "sign_mantissa" / ".zarr.json.51-1400.tmp",
         partial / ".manifest.json.51.tmp",
         tmp_path / "killed" / ".index.json.51-1400.tmp",
     ]

@@ -205,30 +205,30 @@ def test_a_damaged_block_is_fetched_again(bucket, folder):
 
 def test_a_missing_or_changed_object_is_named(bucket, folder):
     make_remote(folder / "s", bucket)
-    objects, name = open_objects(bucket), "part-00001/low/c/0/0/0"
+    objects, name = open_objects(bucket), "part-00001/sign_mantissa/c/0/0/0"
     raw = objects.get(name)
     opened = store.HiddenStateStore(folder / "s")
     objects.delete([name])
     shutil.rmtree(folder / "cache")
     with pytest.raises(StoreDamagedError, match=f"{bucket}/{name}: the object is missing"):
         opened[10].hidden_states()
-    with pytest.raises(StoreDamagedError, match="part-00001.*low/c/0/0/0: the object is missing from s3://"):
+    with pytest.raises(StoreDamagedError, match="part-00001.*sign_mantissa/c/0/0/0: the object is missing from s3://"):
         store.HiddenStateStore(folder / "s")
     (problem,) = store.verify(folder / "s", deep=False)
-    assert (problem.part, problem.file, problem.samples) == ("part-00001", "low/c/0/0/0", (0, 1))
+    assert (problem.part, problem.file, problem.samples) == ("part-00001", "sign_mantissa/c/0/0/0", (0, 1))
     objects.put(name, raw[:-1])
     assert "bytes, manifest says" in str(*store.verify(folder / "s", deep=False))
     objects.put(name, raw[:50] + bytes([raw[50] ^ 1]) + raw[51:])
     assert store.verify(folder / "s", deep=False) == []
     assert "content differs from its checksum" in str(*store.verify(folder / "s"))
-    with pytest.raises(StoreDamagedError, match="low/c/0/0/0: the object's content differs"):
+    with pytest.raises(StoreDamagedError, match="sign_mantissa/c/0/0/0: the object's content differs"):
         store.HiddenStateStore(folder / "s", verify="deep")[10].hidden_states()
     with pytest.raises(StoreDamagedError, match=f"{name}: the chunk of tap 0"):
         store.HiddenStateStore(folder / "s", verify="off")[10].hidden_states()
     objects.put(name, raw)
-    objects.put("part-00001/low/c/99/0/0", b"x")
+    objects.put("part-00001/sign_mantissa/c/99/0/0", b"x")
     assert "not in the manifest" in str(*store.verify(folder / "s", deep=False))
-    objects.delete(["part-00001/low/c/99/0/0"])
+    objects.delete(["part-00001/sign_mantissa/c/99/0/0"])
     objects.put("index.json", b"{}")
     assert "index.json" in str(*store.verify(folder / "s"))
     assert store.rebuild_index(folder / "s") == ["part-00000", "part-00001"] and store.verify(folder / "s") == []

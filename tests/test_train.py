@@ -148,8 +148,11 @@ def test_one_nan_in_the_store_stops_before_the_update(make_trainer, monkeypatch:
         batch = read(indices, layers)
         if stored in indices:
             token = int(batch.offsets[indices.index(stored)]) + 2
-            batch.arrays["high"][1, token, 5] = 0xFF  # an exponent of ones ...
-            batch.arrays["low"][1, token, 5] = 0x80  # ... and a mantissa that is not zero: NaN
+            codec = trainer.setup.loader.store.codec
+            hidden = codec.decode(batch.arrays)
+            hidden[token, 1, 5] = float("nan")
+            for name, array in codec.encode(hidden).items():
+                batch.arrays[name].copy_(array)
         return batch
 
     monkeypatch.setattr(trainer.setup.loader.store, "read_encoded", poisoned)

@@ -3,7 +3,7 @@
 Reading order::
 
     base        what a codec is
-    planes      bf16 as it is; lossless byte planes
+    planes      bf16 as it is; lossless, exponents apart
     quantised   int8, int6, int4
     statistics  per-channel scales, measured once
     kernels     the same in Triton, for a GPU
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dflash_offline.codecs.base import Codec, EncodedArray
-from dflash_offline.codecs.planes import Bf16Codec, LosslessCodec
+from dflash_offline.codecs.planes import Bf16Codec, BytePlanesCodec, LosslessCodec
 from dflash_offline.codecs.quantised import QuantisedCodec
 from dflash_offline.codecs.statistics import ChannelStatistics
 from dflash_offline.errors import StoreError
@@ -29,6 +29,7 @@ __all__ = [
     "CODECS",
     "NEEDS_STATISTICS",
     "Bf16Codec",
+    "BytePlanesCodec",
     "ChannelStatistics",
     "Codec",
     "EncodedArray",
@@ -39,16 +40,27 @@ __all__ = [
 ]
 
 
-def make_codec(name: str, *, num_taps: int, hidden_size: int, zstd: bool = False, statistics: ChannelStatistics | None = None) -> Codec:
+def make_codec(
+    name: str,
+    *,
+    num_taps: int,
+    hidden_size: int,
+    zstd: bool = False,
+    statistics: ChannelStatistics | None = None,
+    format_version: int = 2,
+) -> Codec:
     """The codec of that name.
 
+    Args:
+        format_version: of the store; ``lossless`` has changed with version 2.
+
     Raises:
-        StoreError: there is none.
+        StoreError: there is none, or not for this hidden size.
     """
     if name == "bf16":
         return Bf16Codec(num_taps, hidden_size)
     if name == "lossless":
-        return LosslessCodec(num_taps, hidden_size)
+        return (BytePlanesCodec if format_version == 1 else LosslessCodec)(num_taps, hidden_size)
     if name in NEEDS_STATISTICS:
         return QuantisedCodec.of(name, num_taps, hidden_size, statistics=statistics, zstd=zstd)
     raise StoreError(f"codec {name!r} is not known; allowed: {', '.join(CODECS)}")
@@ -58,6 +70,6 @@ def codec_of_part(attributes: dict[str, Any], read_constant: Callable[[str], np.
     """The codec that a part's group attributes name, with the constants that the part holds."""
     name, num_taps, hidden_size = attributes["codec"], attributes["num_taps"], attributes["hidden_size"]
     if name not in NEEDS_STATISTICS:
-        return make_codec(name, num_taps=num_taps, hidden_size=hidden_size)
+        return make_codec(name, num_taps=num_taps, hidden_size=hidden_size, format_version=attributes["format_version"])
     outliers = read_constant("outlier_channels") if attributes["outlier_channels"] else np.zeros((num_taps, 0), np.int32)
     return QuantisedCodec(name, num_taps, hidden_size, channel_scale=read_constant("channel_scale"), outlier_channels=outliers, zstd=False)

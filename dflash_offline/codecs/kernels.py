@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dflash_offline.codecs.planes import HEADROOM
+
 if TYPE_CHECKING:
     from dflash_offline.codecs.quantised import QuantisedCodec
 
@@ -35,15 +37,40 @@ def _clamp(value, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _decode_planes(high, low, out, tokens, taps, hidden, ROW: tl.constexpr):
+def _decode_exponents(exponents, sign_mantissa, out, tokens, taps, hidden, PAIRS: tl.constexpr):
     token, tap = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    source, target = (tap * tokens + token) * hidden, (token * taps + tap) * hidden
-    for start in range(0, hidden, ROW):
-        channel = start + tl.arange(0, ROW)
-        inside = channel < hidden
-        upper = tl.load(high + source + channel, inside, 0).to(tl.int32)
-        lower = tl.load(low + source + channel, inside, 0).to(tl.int32)
-        tl.store(out + target + channel, ((upper << 8) | lower).to(tl.int16), inside)
+    row, half = tap * tokens + token, hidden // 2
+    stored, rest, target = exponents + row * (hidden + 1), sign_mantissa + row * hidden, out + (token * taps + tap) * hidden
+    reference = tl.load(stored + hidden).to(tl.int32)
+    for start in range(0, half, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        lower, upper = tl.load(stored + pair, pair < half, 0).to(tl.int32), tl.load(stored + half + pair, pair < half, 0).to(tl.int32)
+        below = tl.reshape(tl.join((lower & 15) | ((upper & 15) << 4), (lower >> 4) | (upper & 240)), (2 * PAIRS,))
+        channel = 2 * start + tl.arange(0, 2 * PAIRS)
+        byte = tl.load(rest + channel, channel < hidden, 0).to(tl.int32)
+        bits = ((byte & 128) << 8) | (((reference - below) & 255) << 7) | (byte & 127)
+        tl.store(target + channel, bits.to(tl.int16), channel < hidden)
+
+
+@triton.jit
+def _encode_exponents(hidden_states, exponents, sign_mantissa, tokens, taps, hidden, HEADROOM: tl.constexpr, PAIRS: tl.constexpr):
+    token, tap = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, half = tap * tokens + token, hidden // 2
+    source, stored, rest = hidden_states + (token * taps + tap) * hidden, exponents + row * (hidden + 1), sign_mantissa + row * hidden
+    sums = tl.zeros((2 * PAIRS,), tl.int32)
+    for start in range(0, hidden, 2 * PAIRS):
+        channel = start + tl.arange(0, 2 * PAIRS)
+        sums += (tl.load(source + channel, channel < hidden, 0).to(tl.int32) >> 7) & 255
+    reference = (tl.sum(sums, 0) + half) // hidden + HEADROOM
+    tl.store(stored + hidden, (reference & 255).to(tl.uint8))
+    for start in range(0, half, PAIRS):
+        channel = 2 * start + tl.arange(0, 2 * PAIRS)
+        bits = tl.load(source + channel, channel < hidden, 0).to(tl.int32)
+        tl.store(rest + channel, (((bits >> 8) & 128) | (bits & 127)).to(tl.uint8), channel < hidden)
+        even, odd = tl.split(tl.reshape((reference - ((bits >> 7) & 255)) & 255, (PAIRS, 2)))
+        pair = start + tl.arange(0, PAIRS)
+        tl.store(stored + pair, ((even & 15) | ((odd & 15) << 4)).to(tl.uint8), pair < half)
+        tl.store(stored + half + pair, ((even >> 4) | (odd & 240)).to(tl.uint8), pair < half)
 
 
 def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,13 +92,26 @@ def _tensors(argument: Any) -> list[torch.Tensor]:
 
 
 @_on_its_device
-def decode_planes(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """uint8 ``[k, T, H]`` twice -> bf16 ``[T, k, H]``."""
-    taps, tokens, hidden = high.shape
-    out = torch.empty((tokens, taps, hidden), dtype=torch.int16, device=high.device)
+def decode_exponents(exponents: torch.Tensor, sign_mantissa: torch.Tensor) -> torch.Tensor:
+    """uint8 ``[k, T, H + 1]`` and ``[k, T, H]`` -> bf16 ``[T, k, H]``: ``LosslessCodec.decode`` on a CUDA device."""
+    taps, tokens, hidden = sign_mantissa.shape
+    out = torch.empty((tokens, taps, hidden), dtype=torch.int16, device=exponents.device)
     if tokens:
-        _decode_planes[(tokens, taps)](high.contiguous(), low.contiguous(), out, tokens, taps, hidden, ROW=_ROW)
+        arguments = exponents.contiguous(), sign_mantissa.contiguous(), out, tokens, taps, hidden
+        _decode_exponents[(tokens, taps)](*arguments, PAIRS=_ROW // 2)
     return out.view(torch.bfloat16)
+
+
+@_on_its_device
+def encode_exponents(hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
+    """bf16 ``[T, K, H]`` -> ``{name: [K, T, W]}``: ``LosslessCodec.encode`` on a CUDA device."""
+    tokens, taps, hidden = hidden_states.shape
+    make = functools.partial(torch.empty, dtype=torch.uint8, device=hidden_states.device)
+    exponents, sign_mantissa = make((taps, tokens, hidden + 1)), make((taps, tokens, hidden))
+    if tokens:
+        arguments = hidden_states.contiguous().view(torch.int16), exponents, sign_mantissa, tokens, taps, hidden
+        _encode_exponents[(tokens, taps)](*arguments, HEADROOM=HEADROOM, PAIRS=_ROW // 2)
+    return {"exponents": exponents, "sign_mantissa": sign_mantissa}
 
 
 @triton.jit

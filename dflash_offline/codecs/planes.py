@@ -1,13 +1,18 @@
-"""Bit-exact codecs: bf16 as it is, and bf16 in two byte planes.
+"""Bit-exact codecs: bf16 as it is, and bf16 with its exponents apart.
 
 T tokens, K taps, k selected taps, H hidden size.
 
-A bf16 number is sign (1 bit), exponent (8), mantissa (7). Its upper byte, sign and seven bits of the exponent, compresses to
-about three bits on real residual streams; its lower byte is noise and stored raw. (Rotating the sign into the lower
-byte, so that the upper one is the whole exponent, saves entropy but not bytes: 0.687 against 0.685 of bf16 after zstd.)
-NaN payloads and -0 survive: only bits are moved.
+A bf16 number is sign (1 bit), exponent (8), mantissa (7). Sign and mantissa are noise and stored raw; of the exponent about
+2.6 bits are left once it is counted from the mean of its row. zstd takes as long for a byte of two exponents as for a byte
+of one, so exponents are stored in pairs of four bits. The few farther than that from their row's mean have their upper four bits
+in a second half of the row, which is nearly all zeros. Against the upper bytes of all numbers as they are (format
+version 1) this is 2 % smaller and read twice as fast. NaN payloads and -0 survive: only bits are moved.
 
-In numpy: ``bits = high.astype("u2") << 8 | low``.
+In numpy (bytes wrap around)::
+
+    lower, upper, reference = exponents[..., : H // 2], exponents[..., H // 2 : -1], exponents[..., -1:]
+    below = np.stack([lower & 15 | upper << 4, lower >> 4 | upper & 240], -1).reshape(sign_mantissa.shape)
+    bits = (sign_mantissa & 128).astype("u2") << 8 | (reference - below).astype("u2") << 7 | sign_mantissa & 127
 """
 
 from __future__ import annotations
@@ -18,11 +23,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dflash_offline.codecs.base import Codec, EncodedArray, float_of_bf16, use_kernels
+from dflash_offline.errors import StoreError
 
 if TYPE_CHECKING:
     import torch
 
-ZSTD_LEVEL = 1  # higher levels gain nothing on upper bytes and write many times slower
+ZSTD_LEVEL = 1  # higher levels gain nothing on exponents and write many times slower
+HEADROOM = 6  # of the reference above a row's mean exponent: from 9 below the mean to 6 above it four bits are enough
 
 
 class Bf16Codec(Codec):
@@ -50,7 +57,65 @@ class Bf16Codec(Codec):
 
 
 class LosslessCodec(Codec):
-    """Upper bytes (zstd) and lower bytes (raw) in two uint8 arrays."""
+    """Exponents (zstd), and signs with mantissas (raw), in two uint8 arrays.
+
+    Raises:
+        StoreError: the hidden size is odd.
+    """
+
+    name = "lossless"
+
+    def __init__(self, num_taps: int, hidden_size: int):
+        super().__init__(num_taps, hidden_size)
+        if hidden_size % 2:
+            raise StoreError(f"codec lossless stores channels in pairs, the hidden size is {hidden_size}; use bf16 for this target")
+        holds = "how far each exponent is below the row's reference: lower four bits by pairs, upper four bits by pairs, the reference"
+        self.arrays = (
+            EncodedArray("exponents", "uint8", hidden_size + 1, zstd=ZSTD_LEVEL, attributes={"holds": holds}),
+            EncodedArray("sign_mantissa", "uint8", hidden_size, attributes={"holds": "bit 15 and bits 6 to 0 of bfloat16"}),
+        )
+
+    def encode(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        import torch
+
+        if use_kernels(hidden):
+            from dflash_offline.codecs import kernels
+
+            return kernels.encode_exponents(hidden)
+        upper, lower = _bytes_of(hidden)
+        exponent = (upper << 1) | (lower >> 7)
+        mean = (exponent.sum(-1, keepdim=True, dtype=torch.int32) + self.hidden_size // 2) // self.hidden_size
+        reference = ((mean + HEADROOM) & 255).to(torch.uint8)
+        even, odd = (reference - exponent).unflatten(-1, (-1, 2)).unbind(-1)
+        exponents = torch.cat([(even & 15) | (odd << 4), (even >> 4) | (odd & 240), reference], -1)
+        return {"exponents": exponents, "sign_mantissa": (upper & 128) | (lower & 127)}
+
+    def decode(self, encoded: dict[str, torch.Tensor], taps: Sequence[int] | None = None) -> torch.Tensor:
+        import torch
+
+        exponents, rest = encoded["exponents"], encoded["sign_mantissa"]
+        if use_kernels(rest):
+            from dflash_offline.codecs import kernels
+
+            return kernels.decode_exponents(exponents, rest)
+        exponents, rest = exponents.permute(1, 0, 2), rest.permute(1, 0, 2)
+        lower, upper, reference = exponents.tensor_split([self.hidden_size // 2, self.hidden_size], -1)
+        exponent = reference - torch.stack([(lower & 15) | (upper << 4), (lower >> 4) | (upper & 240)], -1).flatten(-2)
+        return torch.stack([(exponent << 7) | (rest & 127), (rest & 128) | (exponent >> 1)], -1).flatten(-2).view(torch.bfloat16)
+
+    def decode_numpy(self, encoded: dict[str, np.ndarray], taps: Sequence[int] | None = None) -> np.ndarray:
+        exponents, rest = encoded["exponents"], encoded["sign_mantissa"]
+        lower, upper, reference = np.split(exponents, [self.hidden_size // 2, self.hidden_size], -1)
+        below = np.stack([(lower & 15) | (upper << 4), (lower >> 4) | (upper & 240)], -1).reshape(rest.shape)
+        bits = (rest & 128).astype(np.uint16) << 8 | (reference - below).astype(np.uint16) << 7 | rest & 127
+        return float_of_bf16(bits).transpose(1, 0, 2)
+
+
+class BytePlanesCodec(Codec):
+    """``lossless`` of format version 1: upper bytes (zstd) and lower bytes (raw) in two uint8 arrays.
+
+    Kept to read such stores, and to go on with one that was begun. In numpy: ``bits = high.astype("u2") << 8 | low``.
+    """
 
     name = "lossless"
 
@@ -62,20 +127,22 @@ class LosslessCodec(Codec):
         )
 
     def encode(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        import torch
-
-        planes = hidden.permute(1, 0, 2).contiguous().view(torch.uint8).unflatten(-1, (-1, 2))  # little-endian: low byte first
-        return {"high": planes[..., 1].contiguous(), "low": planes[..., 0].contiguous()}
+        upper, lower = _bytes_of(hidden)
+        return {"high": upper.contiguous(), "low": lower.contiguous()}
 
     def decode(self, encoded: dict[str, torch.Tensor], taps: Sequence[int] | None = None) -> torch.Tensor:
         import torch
 
-        if use_kernels(encoded["high"]):
-            from dflash_offline.codecs import kernels
-
-            return kernels.decode_planes(encoded["high"], encoded["low"])
         planes = torch.stack([encoded["low"].permute(1, 0, 2), encoded["high"].permute(1, 0, 2)], -1)
         return planes.flatten(-2).view(torch.bfloat16)
 
     def decode_numpy(self, encoded: dict[str, np.ndarray], taps: Sequence[int] | None = None) -> np.ndarray:
         return float_of_bf16(encoded["high"].astype(np.uint16) << 8 | encoded["low"]).transpose(1, 0, 2)
+
+
+def _bytes_of(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 ``[T, K, H]`` -> its upper and its lower bytes, uint8 ``[K, T, H]``."""
+    import torch
+
+    lower, upper = hidden.permute(1, 0, 2).contiguous().view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)  # little-endian
+    return upper, lower

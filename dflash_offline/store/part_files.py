@@ -90,10 +90,10 @@ class PartShape:
         return chunks
 
 
-def metadata(codec: Codec, shape: PartShape) -> dict[str, bytes]:
+def metadata(codec: Codec, shape: PartShape, format_version: int) -> dict[str, bytes]:
     """Group and array metadata, path in the part -> content; the same bytes each time, so they are just written again."""
     attributes = {
-        "format_version": schema.FORMAT_VERSION,
+        "format_version": format_version,
         "codec": codec.name,
         "num_taps": shape.num_taps,
         "hidden_size": shape.hidden_size,
@@ -202,6 +202,7 @@ def write_part_manifest(
     identity: dict[str, Any],
     codec: Codec,
     shape: PartShape,
+    format_version: int,
     executor: Executor | None,
     **content: Any,
 ) -> None:
@@ -212,7 +213,7 @@ def write_part_manifest(
     Raises:
         StoreError: a file is missing, differs from what was written, cannot be read, or is not the part's.
     """
-    written = write_files(folder, metadata(codec, shape))
+    written = write_files(folder, metadata(codec, shape, format_version))
     small, samples = write_small_arrays(folder, codec, shape, journal, executor)
     expected = {**written, **small, **journal.files}
     shards = range(-(-shape.num_tokens // shape.shard_tokens))

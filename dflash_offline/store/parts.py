@@ -77,9 +77,7 @@ class StoredPart:
             return codec_of_part(self.attributes, lambda name: read_small(self.folder / name))
         except KeyError as error:
             where = f"{self.folder / schema.GROUP_FILE}: attribute {error.args[0]!r}"
-            raise StoreDamagedError(
-                f"{where} is missing (format version {schema.FORMAT_VERSION} has it); it was edited or damaged"
-            ) from None
+            raise StoreDamagedError(f"{where} is missing (every format version has it); it was edited or damaged") from None
 
     @cached_property
     def arrays(self) -> list[ShardedArray]:

@@ -23,8 +23,8 @@ from dflash_offline import manifest
 from dflash_offline.errors import DFlashError, StoreDamagedError, StoreError, StoreIdentityError
 
 FORMAT = "dflash_offline hidden states"
-FORMAT_VERSION = 1
-READER_NEEDED = "0.1"  # oldest release that reads this format version
+FORMAT_VERSION = 2  # 1: lossless was upper and lower bytes; still read, and a store begun with it goes on with it
+READER_NEEDED = "0.2"  # oldest release that reads this format version
 GROUP_FILE = "zarr.json"
 INDEX = "index.json"
 LOCK = ".lock"

@@ -119,9 +119,18 @@ class PartWriter:
         assert num_tokens >= num_samples > 0, (num_tokens, num_samples)
         self.root, self.name = Path(store_path), name
         self.target, self.partial = self.root / name, self.root / f"{name}.partial"
-        self.identity = schema.read_attributes(self.root)["identity"]
+        attributes = schema.read_attributes(self.root)
+        self.identity, self.format_version = (
+            attributes["identity"],
+            attributes["format_version"],
+        )  # a store begun with an older one keeps it
         self.codec: Codec = make_codec(
-            store_settings.codec, num_taps=num_taps, hidden_size=hidden_size, zstd=store_settings.zstd, statistics=statistics
+            store_settings.codec,
+            num_taps=num_taps,
+            hidden_size=hidden_size,
+            zstd=store_settings.zstd,
+            statistics=statistics,
+            format_version=self.format_version,
         )
         self.remote = Remote.of(self.root, cache_bytes=store_settings.cache_bytes, cache_folder=store_settings.cache_folder)
         self.shape = PartShape.of(self.codec, store_settings, num_tokens=num_tokens, num_samples=num_samples)
@@ -183,7 +192,7 @@ class PartWriter:
                 f"{self.target}: exists without a manifest, so it is no part of this store; move it away and run the same command again"
             )
         self.journal.start(self._spec())
-        write_files(self.partial, metadata(self.codec, self.shape))
+        write_files(self.partial, metadata(self.codec, self.shape, self.format_version))
         samples = self.journal.spool("samples", SAMPLE, ())
         self.resume_sample = self._appended = self._samples = len(samples)
         self._position = self._handed_over = self.journal.tokens  # tokens placed; tokens in shards that are written or being written
@@ -214,7 +223,7 @@ class PartWriter:
         """What makes one unfinished part another: with a changed one it is begun afresh."""
         return {
             "name": self.name,
-            "format_version": schema.FORMAT_VERSION,
+            "format_version": self.format_version,
             "identity": manifest.digest(self.identity),
             "arrays": [[array.name, array.dtype, array.width, array.zstd] for array in self.codec.arrays],
             "constants": self.codec.constants_digest,
@@ -417,6 +426,7 @@ class PartWriter:
                 identity=self.identity,
                 codec=self.codec,
                 shape=self.shape,
+                format_version=self.format_version,
                 executor=self._compressor,
                 rms=self._norms.summary(self.shape.num_tokens),
                 extra=(extra() if callable(extra) else extra) or {},
