@@ -150,8 +150,8 @@ class Opened:
                 self.shards.add(path)
                 super().__init__(path)
 
-            def preadv(shard, buffers, offset):
-                done = super().preadv(buffers, offset)
+            def read_to(shard, places, offset):
+                done = super().read_to(places, offset)
                 self.bytes += done
                 return done
 

@@ -1,5 +1,7 @@
 """Reading a store from Python: misuse, empty ranges, few file descriptors, forks and interrupts meanwhile."""
 
+import ctypes
+import errno
 import os
 import re
 import resource
@@ -18,8 +20,8 @@ import pytest
 from small_store import LENGTHS, H, K, folder_in_memory, make_store, same_bits
 
 from dflash_offline import store
-from dflash_offline.errors import StoreDamagedError, StoreError
-from dflash_offline.store import shards
+from dflash_offline.errors import StoreError
+from dflash_offline.store import scatter
 from dflash_offline.store.threads import ReadingThreads
 
 
@@ -162,27 +164,26 @@ def test_reads_go_on_alone_where_no_thread_is_to_be_had() -> None:
     assert threads.run([lambda: 2] * 5) == 10
 
 
-def test_more_bytes_than_the_system_reads_at_once(stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux reads 2 GiB less a page at a time; here 1000 bytes."""
-    preadv = os.preadv
+def test_a_read_that_the_system_does_piece_by_piece(stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux takes 1024 places and 2 GiB less a page at a time; here 3 places and 1000 bytes, and every other call is interrupted."""
+    calls, preadv = [], scatter._preadv
 
-    def little(descriptor: int, buffers: list[Any], offset: int) -> int:
-        whole = np.empty(sum(memoryview(buffer).nbytes for buffer in buffers), np.uint8)
-        got = preadv(descriptor, [whole[:1000]], offset)
-        begin = 0
-        for view in (memoryview(buffer).cast("B") for buffer in buffers):
-            count = max(0, min(len(view), got - begin))
-            view[:count] = whole[begin : begin + count].data
-            begin += len(view)
-        return got
+    def little(descriptor: int, places: int, count: int, offset: int) -> int:
+        calls.append(count)
+        if len(calls) % 2:
+            ctypes.set_errno(errno.EINTR)
+            return -1
+        own = np.ctypeslib.as_array(ctypes.cast(places, ctypes.POINTER(ctypes.c_int64)), (count, 2)).copy()
+        before = np.cumsum(own[:, 1]) - own[:, 1]
+        own[:, 1] = np.clip(1000 - before, 0, own[:, 1])
+        return preadv(descriptor, own.ctypes.data, count, offset)
 
     opened = store.HiddenStateStore(stores["bf16"], threads=1)
     expected = opened.read_encoded([3, 7]).decode()
-    monkeypatch.setattr(shards.os, "preadv", little)
-    with pytest.raises(StoreDamagedError, match="cut short"):
-        opened.read_encoded([3, 7])
-    monkeypatch.setattr(shards, "_MOST_AT_ONCE", 1000)
+    monkeypatch.setattr(scatter, "_preadv", little)
+    monkeypatch.setattr(scatter, "MOST_PLACES", 3)
     assert same_bits(opened.read_encoded([3, 7]).decode(), expected)
+    assert max(calls) == 3 and len(calls) > 50
 
 
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "memory://u:secret@b/x", "http://host/x?token=secret", "file:///tmp/x#secret"])

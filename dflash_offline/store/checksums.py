@@ -6,12 +6,11 @@ depends on their lengths only. (The linearity: W. W. Peterson and D. T. Brown, "
 Chunks of one size need no table.
 """
 
-from collections.abc import Iterable
-
 import numpy as np
 from crc32c import crc32c as crc32c_number
 
 MOST_BYTES = 1 << 23  # of chunks side by side; the table has 4 bytes for each
+_BYTES = np.arange(4)
 _RIGHT = crc32c_number(bytes(4))  # of any chunk and its check: an empty one's check is four zeros
 _table = np.array([_RIGHT], np.uint32)  # [n]: what a right chunk has become n bytes later
 
@@ -72,7 +71,7 @@ class EqualChunks:
 
     def __init__(self, chunk_bytes: int):
         self._chunk_bytes, self._known = chunk_bytes, [0]
-        self._over_a_chunk: list[list[int]] = []
+        self._over = np.zeros((0, 4, 256), np.uint32)
 
     def of(self, count: int) -> int:
         """crc32c of so many right chunks side by side, checks included."""
@@ -85,12 +84,21 @@ class EqualChunks:
             self._known = known
         return known[count]
 
-    def joined(self, checks: Iterable[int]) -> int:
-        """crc32c of chunks side by side without their checks, which are these."""
-        if not self._over_a_chunk:
-            self._over_a_chunk = [made.tolist() for made in _tables(_going_on(self._chunk_bytes))]
-        lowest, low, high, highest = self._over_a_chunk
-        value = 0
-        for check in checks:  # what the chunks before have come to goes on over this one
-            value = lowest[value & 255] ^ low[value >> 8 & 255] ^ high[value >> 16 & 255] ^ highest[value >> 24] ^ check
-        return value
+    def joined(self, checks: np.ndarray) -> np.ndarray:
+        """crc32c of chunks side by side without their checks, uint32 ``[n]``, where these are those of n times r chunks, ``[r, n]``."""
+        rows = len(checks)
+        over = self._over
+        if rows > len(over):
+            over = self._over_chunks(rows)
+        values = np.ascontiguousarray(checks, "<u4").view(np.uint8).reshape(rows, -1, 4)
+        return np.bitwise_xor.reduce(over[np.arange(rows - 1, -1, -1)[:, None, None], _BYTES, values], axis=(0, 2))
+
+    def _over_chunks(self, count: int) -> np.ndarray:
+        """uint32 ``[count at least, 4, 256]``: what each value of the four bytes of a number becomes over 0, 1, 2, ... chunks."""
+        over = list(self._over) or [np.arange(256, dtype=np.uint32) << np.arange(0, 32, 8, dtype=np.uint32)[:, None]]
+        chunk = np.array(_tables(_going_on(self._chunk_bytes)))
+        while len(over) < count:
+            values = over[-1].view(np.uint8).reshape(4, 256, 4)
+            over.append(np.bitwise_xor.reduce(chunk[np.arange(4), values], axis=2))
+        made = self._over = np.array(over)  # whole, without a lock: see ``_table_for``; another thread may put a shorter one there
+        return made

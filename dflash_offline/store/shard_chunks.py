@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from zstandard import ZstdDecompressor
 
 from dflash_offline.errors import StoreDamagedError
 
@@ -49,6 +50,11 @@ class Chunks:
         out: uint8 ``[k, stop - start, bytes of a token]``, each tap's rows contiguous.
         chunk_bytes: before compression, without the check behind it.
 
+    Attributes, of chunks that are not compressed:
+        checks: uint32 ``[rows, k]`` what the file says of each chunk, once that is read.
+        places: int64 ``[rows, k, 2, 2]`` address and bytes of where each chunk belongs, then of its check's place in ``checks``. Of a
+            chunk that is not wanted whole they are not to be used: part of it would lie outside of what is wanted.
+
     Raises:
         StoreDamagedError: a chunk is absent, or of a size that it cannot have.
     """
@@ -78,6 +84,9 @@ class Chunks:
         if bad.any():
             what = f"{self.sizes[bad][0]} bytes" + ("" if zstd else f", not {size}")
             raise StoreDamagedError(f"{where}: the chunk of {self._name(bad)} has {what}; it has been damaged")
+        if not zstd:
+            self.checks = np.empty(self.offsets.shape, "<u4")
+            self.places = self._addresses()
 
     def runs(self) -> Iterator[Run]:
         """Each is one read. Rows together where all that is wanted lies together, else parts of a row."""
@@ -130,19 +139,30 @@ class Chunks:
         first, size = self.token + run.row * self._chunk_tokens - self.start, self._chunk_tokens
         return range(max(0, -(first // size)), max(0, min(run.rows, (self.stop - self.start - first) // size)))
 
-    def places(self, run: Run, rows: range) -> list[np.ndarray]:
-        """Where whole rows of a run belong, uint8 ``[len(rows), chunk bytes]`` of each tap, contiguous."""
+    def _addresses(self) -> np.ndarray:
+        rows, taps = self.offsets.shape
+        out, checks, size = self._out, self.checks, self._chunk_tokens
+        row_bytes = size * out.strides[1]
+        first = out.ctypes.data + (self.token - self.start) * out.strides[1]
+        places = np.empty((rows, taps, 2, 2), np.int64)
+        places[..., 0, 0] = first + np.arange(rows)[:, None] * row_bytes + np.arange(taps) * out.strides[0]
+        places[..., 0, 1] = row_bytes
+        places[..., 1, 0] = checks.ctypes.data + np.arange(rows)[:, None] * checks.strides[0] + np.arange(taps) * checks.strides[1]
+        places[..., 1, 1] = checks.itemsize
+        return places
+
+    def whole(self, run: Run, rows: range) -> np.ndarray:
+        """Where some whole rows of a run belong: uint8 ``[taps, tokens, bytes of a token]``, of each tap contiguous."""
         at = self.token + (run.row + rows.start) * self._chunk_tokens - self.start
-        out = self._out[run.tap : run.tap + run.taps, at : at + len(rows) * self._chunk_tokens]
-        return [place.reshape(len(rows), -1) for place in out]
+        return self._out[run.tap : run.tap + run.taps, at : at + len(rows) * self._chunk_tokens]
 
     def place(self, run: Run, number: int) -> np.ndarray | None:
-        """uint8 ``[chunk tokens, bytes of a token]`` where a chunk of a run belongs, contiguous; None: not all of it is wanted."""
+        """uint8 ``[chunk bytes]`` where a chunk of a run belongs, contiguous; None: not all of it is wanted."""
         row, tap = divmod(number, run.taps)
         at = self.token + (run.row + row) * self._chunk_tokens - self.start
         if at < 0 or at + self._chunk_tokens > self.stop - self.start:
             return None
-        return self._out[run.tap + tap, at : at + self._chunk_tokens]
+        return self._out[run.tap + tap, at : at + self._chunk_tokens].reshape(-1)
 
     def _name(self, which: np.ndarray) -> str:
         """Of the first of these: bool ``[rows, k]``."""
@@ -163,3 +183,10 @@ def scratch(length: int) -> np.ndarray:
     if held is None or len(held) < length:
         held = _thread.buffer = np.empty(length, np.uint8)
     return held[:length]
+
+
+def decompressor() -> ZstdDecompressor:
+    """This thread's: a new one for every chunk would allocate its 150 KB, which many threads at once wait for."""
+    if getattr(_thread, "zstd", None) is None:
+        _thread.zstd = ZstdDecompressor()
+    return _thread.zstd

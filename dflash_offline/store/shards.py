@@ -9,7 +9,6 @@ that goes to the GPU, threads work outside the interpreter lock, and a sample's 
 read. A shard file is its encoded chunks one after another, then ``C * K`` pairs (offset, bytes) uint64, then crc32c.
 """
 
-import contextlib
 import errno
 import json
 import os
@@ -23,13 +22,12 @@ import numpy as np
 from zstandard import ZstdError, frame_content_size
 
 from dflash_offline.errors import StoreDamagedError, StoreError
-from dflash_offline.store import checksums
-from dflash_offline.store.shard_chunks import Chunks, Run, ShardFile, scratch
+from dflash_offline.store import checksums, scatter
+from dflash_offline.store.shard_chunks import Chunks, Run, ShardFile, decompressor, scratch
 from dflash_offline.store.shard_writing import ABSENT, crc32c, crc32c_number
 from dflash_offline.store.threads import Read
 
 ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
-_MOST_BUFFERS, _MOST_AT_ONCE = 1024, 0x7FFFF000  # of one read, and bytes: the system's limits
 _SPAN_BYTES = 8 << 20  # of an array in an object store, fetched by one thread
 
 
@@ -134,7 +132,7 @@ def read_small(folder: Path) -> np.ndarray:
 
 
 class _LocalShard:
-    def __init__(self, path: Path):
+    def __init__(self, path: str):
         self._path, self._descriptor = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     @property
@@ -142,18 +140,14 @@ class _LocalShard:
         return os.fstat(self._descriptor).st_size
 
     def preadv(self, buffers: Sequence[Any], offset: int) -> int:
-        total = done = os.preadv(self._descriptor, buffers, offset)
-        while done == _MOST_AT_ONCE:
-            rest, skip = [], total
-            for view in (memoryview(buffer).cast("B") for buffer in buffers):
-                rest += [view[skip:]] if skip < len(view) else []
-                skip = max(0, skip - len(view))
-            done = os.preadv(self._descriptor, rest, offset + total)
-            total += done
-        return total
+        views = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+        return self.read_to(np.array([[view.ctypes.data, view.size] for view in views]), offset)
+
+    def read_to(self, places: np.ndarray, offset: int) -> int:
+        return scatter.read_to(self._descriptor, places, offset)
 
     def __str__(self) -> str:
-        return str(self._path)
+        return self._path
 
     def __enter__(self) -> "_LocalShard":
         return self
@@ -173,7 +167,7 @@ class ShardedArray:
 
     def __init__(self, folder: Path, opener: Callable[[str], Any] | None = None, where: str | None = None):
         self.folder, self.where, self.meta = folder, where or str(folder), read_meta(folder)
-        self._open = opener or (lambda name: _LocalShard(folder / name))
+        self._open = opener or (lambda name: _LocalShard(f"{folder}/{name}"))
         if len(self.meta.shape) != 3 or not self.meta.sharded:
             raise StoreDamagedError(
                 f"{folder}: array {folder.name!r} is not a sharded [tokens, taps, width] array; its metadata has been damaged"
@@ -226,8 +220,10 @@ class ShardedArray:
             first, last = max(start, shard * shard_tokens), min(stop, (shard + 1) * shard_tokens)
             name, base = f"c/{shard}/0/0", shard * shard_tokens
             begin, end = (first - base) // size, -(-(last - base) // size)
-            with self._reading(name, first, last):
+            try:
                 wanted = self._index(shard, name)[begin:end, list(taps)]
+            except OSError as error:
+                raise self._cannot_read(name, first, last, error) from None
             chunks = Chunks(
                 f"{self.where}/{name}", taps, base + begin * size, first, last, wanted, out[:, first - start : last - start],
                 chunk_tokens=size, chunk_bytes=self.chunk_bytes, zstd=self.meta.zstd,
@@ -239,60 +235,66 @@ class ShardedArray:
         """All of ``reads``, here and now."""
         return sum(read() for read in self.reads(start, stop, taps, out))
 
-    @contextlib.contextmanager
-    def _reading(self, name: str, start: int, stop: int) -> Iterator[None]:
-        """Errors of the system as those of a store."""
+    def _cannot_read(self, name: str, start: int, stop: int, error: OSError) -> StoreError:
+        """An error of the system as one of a store."""
         where, what = f"{self.where}/{name}", f"tokens {start} to {stop} of its part cannot be read"
-        try:
-            yield
-        except FileNotFoundError:
-            raise StoreDamagedError(f"{where}: the file is missing; {what}") from None
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                next_step = "Raise the limit (`ulimit -n 4096`), or close what else is open"
-            else:  # the disk fails, or something else than a file is there
-                next_step = "If the disk is sound, `dflash-offline verify` says what else is damaged"
-            raise StoreError(f"{where}: {error.strerror or error}; {what}. {next_step}") from None
+        if isinstance(error, FileNotFoundError):
+            return StoreDamagedError(f"{where}: the file is missing; {what}")
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            next_step = "Raise the limit (`ulimit -n 4096`), or close what else is open"
+        else:  # the disk fails, or something else than a file is there
+            next_step = "If the disk is sound, `dflash-offline verify` says what else is damaged"
+        return StoreError(f"{where}: {error.strerror or error}; {what}. {next_step}")
 
     def _read_run(self, name: str, chunks: Chunks, run: Run) -> int:
         """Read, check and copy chunks that lie side by side: few calls for all of them, since each lets go of the interpreter's lock."""
-        if not self.meta.zstd and 2 * run.rows * run.taps <= _MOST_BUFFERS and chunks.whole_rows(run):
-            self._read_straight(name, chunks, run)
-            return run.length
-        held = scratch(run.length)
-        self._fill(name, chunks, run, [held])
-        (self._put_compressed if self.meta.zstd else self._put_raw)(chunks, run, held)
-        return run.length
-
-    def _fill(self, name: str, chunks: Chunks, run: Run, buffers: Sequence[Any]) -> None:
-        with self._reading(name, chunks.start, chunks.stop), self._open(name) as file:
-            found = file.preadv(buffers, run.offset)
+        try:
+            with self._open(name) as file:
+                whole = range(0) if self.meta.zstd or not hasattr(file, "read_to") else chunks.whole_rows(run)
+                if whole:
+                    places, held = self._places(chunks, run, whole)
+                    found = file.read_to(places, run.offset)
+                else:
+                    held = scratch(run.length)
+                    found = file.preadv([held], run.offset)
+        except OSError as error:
+            raise self._cannot_read(name, chunks.start, chunks.stop, error) from None
         if found != run.length:
             raise StoreDamagedError(f"{chunks.where}: cut short before the end of {chunks.name(run, run.rows * run.taps - 1)}")
+        if whole:
+            self._check_straight(chunks, run, whole, held)
+        else:
+            (self._put_compressed if self.meta.zstd else self._put_raw)(chunks, run, held)
+        return run.length
 
-    def _read_straight(self, name: str, chunks: Chunks, run: Run) -> None:
-        """Whole chunks to where they belong, with no memory between, those of a tap side by side; the others by way of memory."""
-        whole, taps = chunks.whole_rows(run), run.taps
-        places = chunks.places(run, whole)
-        cut = [row for row in range(run.rows) if row not in whole]
-        held = scratch(len(cut) * taps * self.chunk_bytes).reshape(len(cut), taps, self.chunk_bytes)
-        checks, buffers, others = np.empty((run.rows, taps, 4), np.uint8), [], iter(held)
-        for row in range(run.rows):
-            wanted = [place[row - whole.start] for place in places] if row in whole else next(others)
-            for content, check in zip(wanted, checks[row], strict=True):
-                buffers += content, check
-        self._fill(name, chunks, run, buffers)
-        numbers = checks.view("<u4")[..., 0].tolist()
-        for tap, place in enumerate(places):
-            expected = self._right.joined(numbers[row][tap] for row in whole)
-            if crc32c_number(place) != expected:
-                bad = next(row for row in whole if crc32c_number(place[row - whole.start]) != numbers[row][tap])
-                raise chunks.damaged(run, bad * taps + tap)
-        for row, contents in zip(cut, held, strict=True):
-            for tap, content in enumerate(contents):
-                if crc32c_number(content) != numbers[row][tap]:
-                    raise chunks.damaged(run, row * taps + tap)
-            chunks.put(run, row * taps, contents)
+    def _places(self, chunks: Chunks, run: Run, whole: range) -> tuple[np.ndarray, np.ndarray]:
+        """Whole chunks go straight to where they belong, with no memory between; rows that are cut, ``held``, by way of memory.
+
+        Returns:
+            int64 ``[n, 2]`` for ``read_to``; uint8 ``[cut rows, taps, chunk bytes]``.
+        """
+        places = chunks.places[run.row : run.row + run.rows, run.tap : run.tap + run.taps]
+        cut = [row for row in (0, run.rows - 1) if row not in whole]
+        held = scratch(len(cut) * run.taps * self.chunk_bytes).reshape(len(cut), run.taps, self.chunk_bytes)
+        if cut:
+            places = places.copy()
+            places[cut, :, 0, 0] = held.ctypes.data + np.arange(len(cut) * run.taps).reshape(len(cut), -1) * self.chunk_bytes
+        return np.ascontiguousarray(places).reshape(-1, 2), held
+
+    def _check_straight(self, chunks: Chunks, run: Run, whole: range, held: np.ndarray) -> None:
+        """Whole chunks of a tap lie side by side now, and are checked by one pass over them."""
+        checks = chunks.checks[run.row : run.row + run.rows, run.tap : run.tap + run.taps]
+        content, rows = chunks.whole(run, whole), slice(whole.start, whole.stop)
+        for tap, expected in enumerate(self._right.joined(checks[rows]).tolist()):
+            if crc32c_number(content[tap]) != expected:
+                pieces = content[tap].reshape(len(whole), -1)
+                bad = next(row for row, piece in zip(whole, pieces, strict=True) if crc32c_number(piece) != checks[row, tap])
+                raise chunks.damaged(run, bad * run.taps + tap)
+        for row, contents in zip([row for row in (0, run.rows - 1) if row not in whole], held, strict=True):
+            for tap, expected in enumerate(checks[row].tolist()):
+                if crc32c_number(contents[tap]) != expected:
+                    raise chunks.damaged(run, row * run.taps + tap)
+            chunks.put(run, row * run.taps, contents)
 
     def _put_raw(self, chunks: Chunks, run: Run, held: np.ndarray) -> None:
         pieces = held.reshape(-1, self.chunk_bytes + 4)
@@ -304,8 +306,7 @@ class ShardedArray:
 
     def _put_compressed(self, chunks: Chunks, run: Run, held: np.ndarray) -> None:
         """To where they belong, straight: memory for them between would be fresh, and a page fault for each 4 KB."""
-        from numcodecs.zstd import decompress
-
+        zstd = decompressor()
         sizes = chunks.sizes[run.row : run.row + run.rows, run.tap : run.tap + run.taps].reshape(-1).tolist()
         whole, begin, content = crc32c_number(held) == checksums.of_right_chunks(sizes), 0, held.data
         for number, size in enumerate(sizes):
@@ -314,11 +315,10 @@ class ShardedArray:
                 raise chunks.damaged(run, number)
             place = chunks.place(run, number)
             try:
-                if place is not None and frame_content_size(frame) == self.chunk_bytes:
-                    decompress(frame, place)
-                else:
-                    part = np.frombuffer(decompress(frame), np.uint8)
-                    chunks.put(run, number, part.reshape(1, self.chunk_bytes))
-            except (RuntimeError, ValueError, ZstdError):
+                if place is None:
+                    chunks.put(run, number, np.frombuffer(zstd.decompress(frame), np.uint8).reshape(1, self.chunk_bytes))
+                elif frame_content_size(frame) != self.chunk_bytes or zstd.stream_reader(frame).readinto(place) != self.chunk_bytes:
+                    raise ValueError("of another size")
+            except (ValueError, ZstdError):
                 what = f"what is compressed in {chunks.name(run, number)} cannot be read; it has been damaged"
                 raise StoreDamagedError(f"{chunks.where}: {what}") from None
