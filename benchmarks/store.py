@@ -249,10 +249,12 @@ def readers(folders: dict[str, Path]) -> dict[str, Callable[[list[int]], Any]]:
     return ways
 
 
-def timed_reads(read: Callable[[list[int]], Any], count: int, seconds: float, *, in_flight: int = 1) -> float:
-    """Samples a second, batches of 4 in random order, so many at a time, for at least ``seconds`` or all samples once."""
+def timed_reads(read: Callable[[list[int]], Any], count: int, seconds: float, *, in_flight: int = 1, again: bool = False) -> float:
+    """Samples a second, batches of 4 in random order, so many at a time, for ``seconds`` or, unless ``again``, all samples once."""
     order, done = np.random.default_rng(1).permutation(count).tolist(), 0
-    batches = iter([order[i : i + 4] for i in range(0, count, 4)])
+    batches: Iterator[list[int]] = iter([order[i : i + 4] for i in range(0, count, 4)])
+    if again:
+        batches = itertools.cycle(batches)
     with ThreadPoolExecutor(in_flight) as pool:
         begun = time.perf_counter()
         reading = deque((len(batch), pool.submit(read, batch)) for batch in itertools.islice(batches, in_flight))
@@ -329,10 +331,10 @@ def files_section(real: list[torch.Tensor], gigabytes: float, folder: Path, seco
         drop_cache(folder / name.split(" ")[0])
         place["read_cold_samples_per_s"] = round(timed_reads(read, count, seconds), 2)
         read(list(range(min(8, count))))
-        timed_reads(read, count, seconds)
+        timed_reads(read, count, seconds, again=True)
         # trainers read some batches ahead at a time: each way gets the number that suits it best
         at_once = (1,) if "gzip" in name or "through" in name else IN_FLIGHT
-        rates = {number: max(timed_reads(read, count, seconds, in_flight=number) for _ in range(3)) for number in at_once}
+        rates = {number: max(timed_reads(read, count, seconds, in_flight=number, again=True) for _ in range(2)) for number in at_once}
         place["read_warm_samples_per_s"] = round(max(rates.values()), 2)
         place["read_warm_in_flight"] = {str(number): round(rate, 2) for number, rate in rates.items()}
         if isinstance(read, store_processes.TrainingReader):

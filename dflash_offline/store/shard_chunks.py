@@ -17,7 +17,7 @@ from dflash_offline.errors import StoreDamagedError
 
 # Most bytes in one read, unless a row of chunks has more. Larger ones leave threads without work at a batch's end; of smaller ones
 # threads spend their time waiting for the interpreter's lock (16 cores: 3 MB 160 samples/s, 6 MB 300, 12 MB 390, 24 MB 590).
-READ_BYTES = 16 << 20
+READ_BYTES = 24 << 20
 COMPRESSED_READ_BYTES = 4 << 20
 _thread = threading.local()  # scratch memory of each thread
 
