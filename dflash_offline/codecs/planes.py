@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 ZSTD_LEVEL = 1  # higher levels gain nothing on exponents and write many times slower
+_CACHED_VALUES = 1 << 18  # that a CPU encodes or decodes at a time
 HEADROOM = 6  # of the reference above a row's mean exponent: from 9 below the mean to 6 above it four bits are enough
 
 
@@ -82,13 +83,20 @@ class LosslessCodec(Codec):
             from dflash_offline.codecs import kernels
 
             return kernels.encode_exponents(hidden)
-        upper, lower = _bytes_of(hidden)
-        exponent = (upper << 1) | (lower >> 7)
-        mean = (exponent.sum(-1, keepdim=True, dtype=torch.int32) + self.hidden_size // 2) // self.hidden_size
-        reference = ((mean + HEADROOM) & 255).to(torch.uint8)
-        even, odd = (reference - exponent).unflatten(-1, (-1, 2)).unbind(-1)
-        exponents = torch.cat([(even & 15) | (odd << 4), (even >> 4) | (odd & 240), reference], -1)
-        return {"exponents": exponents, "sign_mantissa": (upper & 128) | (lower & 127)}
+        tokens, taps, width = hidden.shape
+        found = {array.name: hidden.new_empty((taps, tokens, array.width), dtype=torch.uint8) for array in self.arrays}
+        exponents, rest, half = found["exponents"], found["sign_mantissa"], width // 2
+        for rows in self._pieces_in_cache(hidden):
+            bits = hidden[rows].permute(1, 0, 2).contiguous().view(torch.int16)
+            rest[:, rows] = (bits >> 8 & 128) | (bits & 127)
+            exponent = (bits >> 7 & 255).to(torch.uint8)
+            mean = (exponent.sum(-1, keepdim=True, dtype=torch.int32) + half) // width
+            reference = (mean + HEADROOM & 255).to(torch.uint8)
+            pairs = (reference - exponent).view(torch.int16)  # of an even channel (low byte) and an odd one
+            exponents[:, rows, :half] = (pairs & 15) | (pairs >> 4 & 240)
+            exponents[:, rows, half:width] = (pairs >> 4 & 15) | (pairs >> 8 & 240)
+            exponents[:, rows, width:] = reference
+        return found
 
     def decode(self, encoded: dict[str, torch.Tensor], taps: Sequence[int] | None = None) -> torch.Tensor:
         import torch
@@ -99,9 +107,20 @@ class LosslessCodec(Codec):
 
             return kernels.decode_exponents(exponents, rest)
         exponents, rest = exponents.permute(1, 0, 2), rest.permute(1, 0, 2)
-        lower, upper, reference = exponents.tensor_split([self.hidden_size // 2, self.hidden_size], -1)
-        exponent = reference - torch.stack([(lower & 15) | (upper << 4), (lower >> 4) | (upper & 240)], -1).flatten(-2)
-        return torch.stack([(exponent << 7) | (rest & 127), (rest & 128) | (exponent >> 1)], -1).flatten(-2).view(torch.bfloat16)
+        found, half = torch.empty(rest.shape, dtype=torch.int16, device=rest.device), self.hidden_size // 2
+        for rows in self._pieces_in_cache(rest):
+            lower, upper, reference = exponents[rows].tensor_split([half, 2 * half], -1)
+            lower, upper, other = lower.to(torch.int16), upper.to(torch.int16), rest[rows].to(torch.int16)
+            pairs = (lower & 15) | (upper << 4 & 240) | (lower << 4 & 0xF00) | (upper << 8 & ~0xFFF)
+            exponent = (reference - pairs.view(torch.uint8)).to(torch.int16)
+            found[rows] = (other << 8 & ~0x7FFF) | (exponent << 7) | (other & 127)
+        return found.view(torch.bfloat16)
+
+    @staticmethod
+    def _pieces_in_cache(rows: torch.Tensor) -> list[slice]:
+        """Some tokens at a time: on a CPU what lies between would go through memory, several times as slow; a GPU takes all at once."""
+        tokens = max(1, len(rows)) if rows.is_cuda else max(1, _CACHED_VALUES // (rows.shape[1] * rows.shape[2]))
+        return [slice(start, min(start + tokens, len(rows))) for start in range(0, len(rows), tokens)]
 
     def decode_numpy(self, encoded: dict[str, np.ndarray], taps: Sequence[int] | None = None) -> np.ndarray:
         exponents, rest = encoded["exponents"], encoded["sign_mantissa"]
