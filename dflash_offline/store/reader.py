@@ -313,13 +313,14 @@ class HiddenStateStore:
         """Read token ranges of parts, one after another, into ``out``, uint8 ``[k, T, bytes]`` for each array; bytes read from files."""
         _check_content(part for part, _, _ in ranges)
         reads: list[Read] = []
+        share = sum(array.nbytes for array in out) // self.threads
         order = sorted(range(len(out)), key=lambda i: not self.codec.arrays[i].zstd)  # what costs most first: threads end together
         for i in order:
             end = 0
             for part, start, stop in ranges:
                 array, view, end = part.arrays[i], out[i][:, end : end + stop - start], end + stop - start
                 if self.remote is None:
-                    reads += array.reads(start, stop, taps, view)
+                    reads += array.reads(start, stop, taps, view, share=share)
                 else:
                     reads += self._remote_reads(part, array, start, stop, taps, view)
         return self._threads.run(reads)

@@ -15,10 +15,6 @@ from zstandard import ZstdDecompressor
 
 from dflash_offline.errors import StoreDamagedError
 
-# Most bytes in one read, unless a row of chunks has more. Larger ones leave threads without work at a batch's end; of smaller ones
-# threads spend their time waiting for the interpreter's lock (16 cores: 3 MB 160 samples/s, 6 MB 300, 12 MB 390, 24 MB 590).
-READ_BYTES = 24 << 20
-COMPRESSED_READ_BYTES = 4 << 20
 _thread = threading.local()  # scratch memory of each thread
 
 
@@ -51,6 +47,7 @@ class Chunks:
         wanted: uint64 ``[rows, k, 2]`` offset and size of each in the file.
         out: uint8 ``[k, stop - start, bytes of a token]``, each tap's rows contiguous.
         chunk_bytes: before compression, without the check behind it.
+        most: bytes in one read, unless a row of chunks has more.
 
     Attributes, of chunks that are not compressed:
         checks: uint32 ``[rows, k]`` what the file says of each chunk, once that is read.
@@ -74,13 +71,14 @@ class Chunks:
         chunk_tokens: int,
         chunk_bytes: int,
         zstd: bool,
+        most: int,
     ) -> None:
         self.where, self.taps, self._chunk_tokens = where, taps, chunk_tokens
         self.token, self.start, self.stop, self._out = token, start, stop, out
         self.offsets, self.sizes = wanted[..., 0].astype(np.int64), wanted[..., 1].astype(np.int64)  # ABSENT is -1
         if self.offsets.min() < 0:
             raise StoreDamagedError(f"{where}: no chunk for {self._name(self.offsets < 0)}; it has been damaged")
-        self._most = COMPRESSED_READ_BYTES if zstd else READ_BYTES
+        self._most = most
         size = chunk_bytes + 4
         bad = self.sizes < 5 if zstd else self.sizes != size
         if bad.any():

@@ -28,6 +28,9 @@ from dflash_offline.store.shard_writing import ABSENT, crc32c, crc32c_number
 from dflash_offline.store.threads import Read
 
 ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhere, see ``remote``
+LEAST_READ_BYTES = 4 << 20  # where several threads share out a batch
+READ_BYTES = 24 << 20  # most bytes in one read, unless a row of chunks has more
+COMPRESSED_READ_BYTES = 4 << 20  # the same of compressed chunks: they are in a cache until they are decompressed
 _SPAN_BYTES = 8 << 20  # of an array in an object store, fetched by one thread
 
 
@@ -206,16 +209,19 @@ class ShardedArray:
             yield start, last
             start = last
 
-    def reads(self, start: int, stop: int, taps: Sequence[int], out: np.ndarray) -> Iterator[Read]:
+    def reads(self, start: int, stop: int, taps: Sequence[int], out: np.ndarray, *, share: int | None = None) -> Iterator[Read]:
         """What reads tokens ``[start, stop)`` of some taps, a few MB each, for any thread: each gives the bytes read from files.
 
         Args:
             out: uint8 ``[k, stop - start, W * itemsize]``, each tap's rows contiguous.
+            share: bytes of all that one thread reads: pieces are no larger, so that every thread has one, and not much smaller, since
+                of many small ones threads spend their time waiting for the interpreter's lock. None: as large as they may be.
 
         Raises:
             StoreDamagedError: a chunk is missing or, when called, fails its checksum; names file, tap and tokens.
         """
         size, shard_tokens = self.chunk_tokens, self.shard_tokens
+        most = COMPRESSED_READ_BYTES if self.meta.zstd else READ_BYTES if share is None else min(max(share, LEAST_READ_BYTES), READ_BYTES)
         for shard in range(start // shard_tokens, -(-stop // shard_tokens)) if start < stop else ():
             first, last = max(start, shard * shard_tokens), min(stop, (shard + 1) * shard_tokens)
             name, base = f"c/{shard}/0/0", shard * shard_tokens
@@ -226,7 +232,7 @@ class ShardedArray:
                 raise self._cannot_read(name, first, last, error) from None
             chunks = Chunks(
                 f"{self.where}/{name}", taps, base + begin * size, first, last, wanted, out[:, first - start : last - start],
-                chunk_tokens=size, chunk_bytes=self.chunk_bytes, zstd=self.meta.zstd,
+                chunk_tokens=size, chunk_bytes=self.chunk_bytes, zstd=self.meta.zstd, most=most,
             )  # fmt: skip
             for run in chunks.runs():
                 yield partial(self._read_run, name, chunks, run)
