@@ -17,6 +17,7 @@ import torch
 
 from dflash_offline.capture.checks import check_packing, check_padding
 from dflash_offline.errors import TargetError
+from dflash_offline.figures import counted
 from dflash_offline.graphs import compiled_graphs
 from dflash_offline.target import Target
 from dflash_offline.target.facts import text_part
@@ -191,7 +192,7 @@ class Forwarder:
                 f"{self.target.device}: a single row of {lengths[0]} tokens does not fit into memory; lower [corpus] max_length, "
                 "capture fewer layers, or use a GPU with more memory"
             )
-        self._lower(bucket, self._places(lengths), f"with {len(lengths)} rows of up to {max(lengths)} tokens")
+        self._lower(bucket, self._places(lengths), f"with {counted(len(lengths), 'row')} of up to {max(lengths)} tokens")
 
     def make_room(self, bucket: int, lengths: list[int]) -> bool:
         """Halve the budget of a bucket because a batch of these lengths could not be taken off the device; False if it was a single row."""

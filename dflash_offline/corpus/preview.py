@@ -51,7 +51,7 @@ def show(config: RunConfig, index: int) -> Shown:
         return _show_unprepared(config, index)
     corpus = Corpus.open(folder)
     if not 0 <= index < len(corpus):
-        raise CorpusError(f"--corpus {index}: the corpus has {len(corpus):,} rows, numbered from 0")
+        raise CorpusError(f"--corpus {index}: the corpus has {counted(len(corpus), 'row')}, numbered from 0")
     row = corpus.row(index)
     notes = [f"bucket {row.bucket}", *["held out"] * row.heldout, *["no end marker"] * bool(corpus.truncated[index])]
     runs = render(config, corpus, index)

@@ -20,6 +20,7 @@ from dflash_offline.drafter import DrafterShape
 from dflash_offline.drafter.shape import rotary_frequencies
 from dflash_offline.errors import DFlashError, ExportError, TargetError
 from dflash_offline.export.formats import ARCHITECTURE, Format, TargetInfo, tensor_shapes
+from dflash_offline.figures import counted
 from dflash_offline.identity import default_layer_ids, exported_folder, text_config
 from dflash_offline.manifest import read_json
 
@@ -141,10 +142,12 @@ def check_tensors(folder: Path, tensors: dict[str, torch.Tensor], shape: Drafter
     """
     expected = tensor_shapes(shape)
     if missing := sorted(expected.keys() - tensors.keys()):
-        raise ExportError(f"{folder}: {len(missing)} tensors are missing: {_first(missing)}; a server would fill them with random numbers")
+        raise ExportError(
+            f"{folder}: lacks {counted(len(missing), 'tensor')}: {_first(missing)}; a server would fill them with random numbers"
+        )
     if unexpected := sorted(tensors.keys() - expected.keys()):
         hint = "a pruned vocabulary is not supported" if {"d2t", "t2d"} & set(unexpected) else "a plain DFlash drafter has none"
-        raise ExportError(f"{folder}: {len(unexpected)} unexpected tensors: {_first(unexpected)}; {hint}")
+        raise ExportError(f"{folder}: {counted(len(unexpected), 'unexpected tensor')}: {_first(unexpected)}; {hint}")
     for name, size in expected.items():
         tensor = tensors[name]
         if tuple(tensor.shape) != size:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from dflash_offline.drafter import DrafterShape
 from dflash_offline.errors import ExportError
 from dflash_offline.export.formats import Format, TargetInfo, config_of, tensor_shapes
+from dflash_offline.figures import counted, first_of
 from dflash_offline.manifest import write_json
 
 OWN_FILES = {"config.json", "model.safetensors", "README.md", "training.json"}
@@ -28,7 +29,7 @@ def write_folder(folder: Path, *, form: Format, shape: DrafterShape, target: Tar
     folder = Path(folder)
     config = config_of(form, shape, target)
     if missing := sorted(tensor_shapes(shape).keys() - tensors.keys()):
-        raise ExportError(f"{folder}: nothing written, {len(missing)} trained tensors are missing: {', '.join(missing[:4])}")
+        raise ExportError(f"{folder}: nothing written, it would lack {counted(len(missing), 'trained tensor')}: {first_of(missing, 4)}")
     folder.mkdir(parents=True, exist_ok=True)
     if others := sorted(path.name for path in folder.iterdir() if path.name not in OWN_FILES and not path.name.startswith(".")):
         raise ExportError(f"{folder}: holds {', '.join(others[:3])}; name an empty folder")

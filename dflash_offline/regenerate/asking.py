@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash_offline.config import RunConfig
 from dflash_offline.errors import DFlashError, RegenerateError
+from dflash_offline.figures import counted
 from dflash_offline.progress import Progress
 from dflash_offline.regenerate.servers import RequestRefused, Servers, Stopped, read_key
 from dflash_offline.regenerate.work import Answer, Conversation, Work
@@ -58,7 +59,7 @@ class Asker:
         with self._lock:
             idle = not self._asking
         if len(doubts) >= MAX_DOUBTFUL or (doubts and idle and not self.work.pending):
-            self.error = RegenerateError(f"the servers answer nothing: {doubts[0]} ({len(doubts)} requests, none of them answered)")
+            self.error = RegenerateError(f"the servers answer nothing: {doubts[0]} ({counted(len(doubts), 'request')}, none answered)")
 
     def _hold(self) -> None:
         try:

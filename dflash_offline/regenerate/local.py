@@ -20,6 +20,7 @@ from dflash_offline.corpus.schema import RowRejected
 from dflash_offline.corpus.template import THINKING, ChatTemplate, load_template
 from dflash_offline.errors import RegenerateError
 from dflash_offline.evaluate.rows import supports
+from dflash_offline.figures import counted
 from dflash_offline.precision import DTYPES
 from dflash_offline.progress import Progress
 from dflash_offline.regenerate.decoding import TOLERANCE, Drawing, RowDecoder, check_rows
@@ -135,7 +136,7 @@ class Local:
                     self.ready.append(self.speaker.ask(conversation))
             except RowRejected as error:
                 self.work.fail(conversation, error.reason, error.detail)
-        self.work.report(text=f"{len(self.live)} conversations at once")
+        self.work.report(text=f"{counted(len(self.live), 'conversation')} at once")
 
     def _refill(self) -> None:
         """Keep enough prompts ready for the rows that become free meanwhile."""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from dflash_offline.errors import TargetError
+from dflash_offline.figures import counted, first_of
 from dflash_offline.gguf import find_gguf
 from dflash_offline.target.facts import load_config, text_part
 from dflash_offline.target.taps import Target
@@ -239,8 +240,8 @@ def _from_pretrained(cls: type[nn.Module], folder: Path, options: dict[str, Any]
     missing = sorted(info.get("missing_keys", ())) + sorted(str(key) for key in info.get("mismatched_keys", ()))
     if missing:
         raise TargetError(
-            f"{folder}: the checkpoint lacks {len(missing)} weights that {cls.__name__} needs ({missing[0]}, ...), which would be random; "
-            "copy the model again, or check that config.json belongs to it"
+            f"{folder}: the checkpoint lacks {counted(len(missing), 'weight')} that {cls.__name__} needs ({first_of(missing, 1)}), "
+            "which would be random; copy the model again, or check that config.json belongs to it"
         )
     return (model if straight or device.type == "cpu" else model.to(device)).eval().requires_grad_(False)
 
