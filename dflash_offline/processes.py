@@ -35,12 +35,14 @@ from dflash_offline.stage import LIFELINE, PEERS, PROGRESS, SAVING, TERMINATED
 POLL_S = 0.1
 PROGRESS_POLL_S = 1.0
 FAILED_GRACE_S = 3.0  # what the others get when one of them has failed: ranks wait for a dead peer and cannot finish anything
+CAUSE_S = 5.0  # that ranks which only lost a peer wait, at most, to see it fail too: the cause is in its log
 CHECKPOINT_GRACE_S = 120.0  # what ranks get when the caller is interrupted: the step ends, a checkpoint begins
 SAVING_GRACE_S = 1800.0  # on top, for a checkpoint that is being written
 MAX_LINES = 40  # copied to the terminal per process and poll; the log has them all
 MAX_LINE_CHARS = 400
 MAX_LOG_BYTES = 16 << 20  # a log that has grown beyond this is put aside when the next run starts
 _ERROR = re.compile(r"^error: (.+)$")
+_LOST = 4  # of ``_blame``
 _LOST_PEER = re.compile(r"lost contact with|ended before its time|because .* was told to stop")  # as ranks put it (train/)
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b.*$")
 
@@ -266,6 +268,11 @@ def run_jobs(
         failed = [process for process in running if process.status]
         if failed:
             time.sleep(POLL_S)  # peers of a dead rank fail with it: look at all of them before naming the first cause
+            end = time.monotonic() + CAUSE_S
+            while all(_blame(process) == _LOST for process in running if process.status) and time.monotonic() < end:
+                if all(process.status is not None for process in running):
+                    break
+                time.sleep(POLL_S)
             failed = [process for process in running if process.status]
         for process in running:
             process.copy_log(final=process.status is not None)
@@ -293,7 +300,7 @@ def _blame(process: Running) -> int:
         return 1
     told = [found.group(1) for line in process._last_lines() if (found := _ERROR.match(line))]
     if told and _LOST_PEER.search(told[-1]):
-        return 4
+        return _LOST
     return 2 if told else 3
 
 

@@ -56,6 +56,9 @@ elif mode == "bar":
 elif mode == "bereft":
     print("error: rank 0 of 2: lost contact with rank 1, whose log says why", file=sys.stderr)
     raise SystemExit(1)
+elif mode == "late crash":
+    time.sleep(1.5)
+    raise RuntimeError("CUDA out of memory")
 elif mode == "peer":  # a rank whose peer dies fails a little later
     time.sleep(0.05)
     raise RuntimeError("connection closed by peer")
@@ -242,9 +245,10 @@ def test_one_dead_rank_stops_the_others_within_seconds_and_is_the_one_named(wait
     assert running_below(psutil.Process()) == []
 
 
-def test_the_rank_that_failed_is_named_not_the_one_that_lost_it(waiter: Callable[..., Job], tmp_path: Path) -> None:
+@pytest.mark.parametrize("crash", ["crash", "late crash"])
+def test_the_rank_that_failed_is_named_not_the_one_that_lost_it(waiter: Callable[..., Job], tmp_path: Path, crash: str) -> None:
     with pytest.raises(ProcessError, match="rank-1 failed: RuntimeError: CUDA out of memory"):
-        run_jobs([waiter("bereft", "rank-0"), waiter("crash", "rank-1")], log_dir=tmp_path, say=lambda text: None)
+        run_jobs([waiter("bereft", "rank-0"), waiter(crash, "rank-1")], log_dir=tmp_path, say=lambda text: None)
 
 
 def test_stop_request_ends_the_jobs_with_its_text(waiter: Callable[..., Job], tmp_path: Path) -> None:
