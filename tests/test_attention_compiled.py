@@ -69,6 +69,7 @@ def test_one_set_of_graphs_serves_every_number_of_context_rows(backend: str) -> 
     assert compiled_graphs() - before == 2 * GRAPHS, "another N is a set of its own: slots have constant shapes"
 
 
+@pytest.mark.long
 def test_where_that_is_turned_off_every_number_of_context_rows_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "ANY_CONTEXT", False)
     drafter = Drafter(SHAPE, attention="triton")

@@ -214,7 +214,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_it_ends_with_its_parent(source: Source, number: signal.Signals) -> None:
     corpus, store = source
     command = [sys.executable, "-c", PARENT, str(Path(__file__).parent), str(corpus.folder), str(store.path)]

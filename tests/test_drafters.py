@@ -291,6 +291,7 @@ class TwoNodes:
         return [command(folder, "TrainDrafter", config=self.run_file, host=host) for host, folder in folders.items()]
 
 
+@pytest.mark.long  # two nodes that train: test_train_ranks; two processes that capture one store: test_capture
 def test_two_hosts_capture_and_train_one_drafter_together(tmp_path: Path, tiny_target: Path, conversations: list[dict[str, Any]]) -> None:
     train = {"epochs": 2, "micro_batches_per_step": 3}
     nodes = TwoNodes(tmp_path, tiny_target, conversations, **train)

@@ -218,7 +218,7 @@ def test_stats_and_diff_read_no_more_than_a_window_of_a_sample(monkeypatch):
         assert 0 < read <= 2 * (3 * window + index)
 
 
-@pytest.mark.parametrize("codec", ["lossless", "int4"])
+@pytest.mark.parametrize("codec", ["lossless", pytest.param("int4", marks=pytest.mark.long)])
 def test_a_look_into_a_store_imports_neither_torch_nor_transformers(codec, tmp_path, tiny_target):
     """Which take seconds each. A process for each command, as on a command line."""
     root, folder = tmp_path / "s", tmp_path / "run"

@@ -64,7 +64,7 @@ def kill_and_finish(tmp_path, codec: str, kills: int, seed: int) -> int:
     return hits
 
 
-@pytest.mark.parametrize(("codec", "kills"), [("lossless", 5), ("int4", 5)])
+@pytest.mark.parametrize(("codec", "kills"), [("lossless", 5), pytest.param("int4", 5, marks=pytest.mark.long)])
 def test_killed_writers_leave_the_same_store(codec, kills):
     with folder_in_memory() as folder:
         assert kill_and_finish(folder, codec, kills, seed=1) > 0

@@ -41,7 +41,16 @@ def merged(module: nn.Module) -> list[_MergedLinear]:
     return [part for part in module.modules() if isinstance(part, _MergedLinear)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3-text", "mistral-window", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(pytest.param(family, marks=pytest.mark.long) for family in ("llama", "qwen2")),
+        "qwen3",
+        "gemma3-text",
+        "mistral-window",
+        "qwen3-moe",
+    ],
+)
 def test_merged_equals_unmerged_in_one_graph(family: str, tmp_path: Path) -> None:
     save_model(tmp_path, family)
     target, plain = load(tmp_path, layer_ids=TAPS), load(tmp_path, layer_ids=TAPS)

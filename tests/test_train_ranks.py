@@ -60,7 +60,7 @@ def test_the_number_of_ranks_changes_only_rounding(undisturbed: dict[int, Path],
     assert heldout_rows(undisturbed[size])[-1]["loss"] == pytest.approx(heldout_rows(undisturbed[1])[-1]["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_killed_and_resumed_is_the_same_to_the_last_bit(
     undisturbed: dict[int, Path], tmp_path: Path, inputs: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str], size: int
 ) -> None:
