@@ -86,10 +86,10 @@ def estimate(
     Raises:
         DFlashError: target or corpus cannot be read, or a later stage would refuse a drafter or a file of prompts.
     """
-    from dflash_offline.drafter import check_drafters
+    from dflash_offline.drafter import check_sizes
     from dflash_offline.plan import num_replicas
 
-    check_drafters(config)
+    check_sizes(config)
     data_sets(config)
     layout, warnings = Layout(config.root_dir), []
     found = _corpus(config, layout, sample)

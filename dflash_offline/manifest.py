@@ -178,10 +178,13 @@ def damaged_files(folder: Path, manifest: dict[str, Any], *, deep: bool) -> list
     problems = []
     for name, (size, expected) in manifest["files"].items():
         path = Path(folder) / name
-        if not path.is_file():
-            problems.append(f"{name}: missing")
-        elif path.stat().st_size != size:
-            problems.append(f"{name}: {path.stat().st_size:,} bytes, manifest says {size:,}")
-        elif deep and checksum(path) != expected:
-            problems.append(f"{name}: content differs from its checksum")
+        try:
+            if not path.is_file():
+                problems.append(f"{name}: missing")
+            elif path.stat().st_size != size:
+                problems.append(f"{name}: {path.stat().st_size:,} bytes, manifest says {size:,}")
+            elif deep and checksum(path) != expected:
+                problems.append(f"{name}: content differs from its checksum")
+        except OSError as error:
+            problems.append(f"{name}: cannot be read ({error.strerror})")
     return problems

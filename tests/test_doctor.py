@@ -18,7 +18,10 @@ from dflash_offline import environment as environment_module
 from dflash_offline import nvidia
 from dflash_offline.config import RunConfig
 from dflash_offline.doctor import conversations, examine, hosts, machine, scheduler, software, storage
+from dflash_offline.drafter import check_sizes
 from dflash_offline.environment import driver, environment, torch_build
+from dflash_offline.errors import StoreError
+from dflash_offline.estimate import estimate
 from dflash_offline.watch.gpus import GpuReader
 
 SMI = """#!/bin/sh
@@ -374,3 +377,19 @@ def test_hosts_that_the_run_file_names(config: RunConfig) -> None:
     level, found = check(f'nodes = ["no-such-host.invalid", "{here}"]')[1]
     assert level == "fail" and found.startswith("no-such-host.invalid is not known here")
     assert check(f'nodes = ["a", "b"]\n{meet}')[0] == ("warn", f"{here}, in neither [hosts] nor [train] nodes")
+
+
+def test_a_codec_that_cannot_store_this_target_is_refused_before_anything_is_done(tmp_path: Path, tiny_target: Path) -> None:
+    """An odd hidden size: ``lossless`` packs channels in pairs."""
+    shutil.copytree(tiny_target, tmp_path / "model")
+    facts = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(facts | {"hidden_size": 65}))
+    files = [tmp_path / "none.jsonl"]
+    config = RunConfig.load(write_run_file(tmp_path, model=tmp_path / "model", files=files, store={"codec": "lossless"}))
+    message = r"codec = .lossless. needs a hidden size that is a multiple of 2; the target.s is 65; use one of .bf16., .int8."
+    for refuse in (check_sizes, estimate):
+        with pytest.raises(StoreError, match=message):
+            refuse(config)
+    assert [check.level for check in machine.target(config)] == ["ok", "fail"]
+    config = RunConfig.load(write_run_file(tmp_path, model=tmp_path / "model", files=files, store={"codec": "int8"}))
+    assert [check.level for check in machine.target(config)] == ["ok"]

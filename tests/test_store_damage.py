@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from crc32c import crc32c
-from small_store import LENGTHS, folder_in_memory, make_store, rows, same_bits, write_part
+from small_store import LENGTHS, folder_in_memory, identity, make_store, rows, same_bits, write_part
 
 from dflash_offline import manifest, store
 from dflash_offline.errors import StoreDamagedError, StoreError, StoreIdentityError
@@ -347,3 +347,43 @@ def test_parts_with_other_channel_statistics_are_refused():
         )
         with pytest.raises(StoreIdentityError, match="part-00000 was written with other channel statistics"), part:
             pass
+
+
+@pytest.mark.parametrize("hidden", [1025, 9024, 1023, 512])
+def test_a_part_whose_width_was_edited_is_refused_before_a_byte_is_read_to_memory(tmp_path, hidden):
+    """Chunks are read to addresses that follow from it. Checksums of so small a file are compared by ``deep`` only."""
+    store.create_or_open(tmp_path / "s", identity("bf16", layer_ids=list(range(8))))
+    write_part(tmp_path / "s", "part-00000", rows([500, 300], taps=8, hidden=1024), "bf16", shard_bytes=1 << 28)
+    part = tmp_path / "s" / "part-00000"
+    part_group, array = part / "zarr.json", part / "hidden_states" / "zarr.json"
+    for path, old, new in (
+        (part_group, '"hidden_size": 1024', f'"hidden_size": {hidden}'),
+        (part_group, '"num_taps": 8', '"num_taps": 9'),
+        (part_group, '"codec": "bf16"', '"codec": "int8"'),
+        (array, "1024", str(hidden)),
+        (array, "64", "78"),
+        (array, "uint16", "uint32"),
+    ):
+        whole = path.read_text()
+        assert old in whole
+        path.write_text(whole.replace(old, new))
+        with pytest.raises(StoreDamagedError, match=r"zarr\.json|metadata"):
+            store.HiddenStateStore(tmp_path / "s", verify="off").read_encoded([1])
+        path.write_text(whole)
+    assert store.HiddenStateStore(tmp_path / "s").read_encoded([1]).offsets.tolist() == [0, 300]
+
+
+def test_a_frame_that_says_it_is_huge_is_damage_where_only_part_of_it_is_wanted(tmp_path):
+    """A right checksum over 2^40 bytes that are not there."""
+    make_store(tmp_path / "s", "lossless", parts=1)
+    array = tmp_path / "s" / "part-00000" / "exponents"
+    shard = array / "c" / "0" / "0" / "0"
+    raw, chunks = shard.read_bytes(), zarr_json(shard)
+    chunks = chunks["shape"][1] * (chunks["shard"] // chunks["chunk"])
+    index = np.frombuffer(raw[-16 * chunks - 4 : -4], "<u8").reshape(-1, 2)
+    size = int(index[0, 1])
+    frame = b"\x28\xb5\x2f\xfd\xc0" + b"\x00" + (1 << 40).to_bytes(8, "little")
+    frame = frame.ljust(size - 4, b"\x00")
+    shard.write_bytes(frame + crc32c(frame).to_bytes(4, "little") + raw[size:])
+    with pytest.raises(StoreDamagedError, match=r"what is compressed in tap 0, tokens from 0 cannot be read"):
+        store.HiddenStateStore(tmp_path / "s", verify="off").read_tokens(0, 0, 3)

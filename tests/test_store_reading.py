@@ -186,6 +186,12 @@ def test_a_read_that_the_system_does_piece_by_piece(stores: dict[str, Path], mon
     assert max(calls) == 3 and len(calls) > 50
 
 
+@pytest.mark.parametrize("codec", ["bf16", "lossless", "int4"])
+def test_no_tokens_are_no_numbers(stores: dict[str, Path], codec: str) -> None:
+    sample = store.HiddenStateStore(stores[codec])[1]
+    assert sample.hidden_states_numpy([0, 2], slice(5, 5)).shape == tuple(sample.hidden_states([0, 2], slice(5, 5)).shape) == (0, 2, H)
+
+
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "memory://u:secret@b/x", "http://host/x?token=secret", "file:///tmp/x#secret"])
 def test_a_url_with_a_secret_is_refused_and_written_nowhere(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

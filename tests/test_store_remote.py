@@ -705,3 +705,29 @@ def test_capture_and_training_through_s3(tmp_path, server, bucket, tiny_target, 
     with pytest.raises(StoreError, match=r"^s3://nowhere/x/\w+/hidden_states\.zarr: there is no such bucket") as caught:
         make_plan(RunConfig.load(path), corpus, tmp_path / "other" / "s", tmp_path / "other" / "plans" / "plan.json")
     assert "\n" not in str(caught.value)
+
+
+def test_a_forked_process_is_told_why_it_cannot_read(tmp_path):
+    """The library's threads stay in the parent: a call would wait for ever, of a store opened anew as well."""
+    code = f"""
+import os, signal
+from dflash_offline.errors import StoreError
+from dflash_offline.store.objects import open_objects
+objects = open_objects("file://{tmp_path}/x")
+objects.put("a", b"hello")
+assert [bytes(piece) for piece in objects.ranges("a", [(0, 2)])] == [b"he"]
+if os.fork() == 0:
+    signal.alarm(20)
+    for each in (objects, open_objects("file://{tmp_path}/x")):
+        try:
+            each.ranges("a", [(0, 2)])
+        except StoreError as error:
+            print(error, flush=True)
+    os._exit(0)
+assert os.wait()[1] == 0
+print(bytes(objects.get("a")))
+"""
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    *told, read = found.stdout.splitlines()
+    assert read == "b'hello'" and len(told) == 2 and all("forked from one that had used an object store already" in line for line in told)

@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def body(config: RunConfig, arguments: argparse.Namespace, progress: Progress) -> None:
     from dflash_offline.capture.replica import Replica
-    from dflash_offline.drafter import check_drafters
+    from dflash_offline.drafter import check_sizes
 
-    check_drafters(config)  # here too: a corpus that was prepared for another drafter is not prepared again
+    check_sizes(config)  # here too: a corpus that was prepared for another drafter is not prepared again
     replica = Replica(
         config,
         capture_key=arguments.key,

@@ -24,6 +24,7 @@ from dflash_offline.errors import StoreError
 
 CODECS = ("bf16", "lossless", "int8", "int6", "int4")
 NEEDS_STATISTICS = ("int8", "int6", "int4")
+MULTIPLE_OF = {"lossless": 2, "int6": 4, "int4": 2}  # what the hidden size must be a multiple of, to pack whole bytes
 
 __all__ = [
     "CODECS",
@@ -35,9 +36,25 @@ __all__ = [
     "EncodedArray",
     "LosslessCodec",
     "QuantisedCodec",
+    "check_hidden_size",
     "codec_of_part",
     "make_codec",
 ]
+
+
+def check_hidden_size(name: str, hidden_size: object) -> None:
+    """Refuse a codec that cannot pack so many channels; a size that is no number is left to what needs one.
+
+    Raises:
+        StoreError: naming what would do.
+    """
+    multiple = MULTIPLE_OF.get(name, 1)
+    if isinstance(hidden_size, int) and hidden_size % multiple:
+        fits = ", ".join(f'"{codec}"' for codec in CODECS if hidden_size % MULTIPLE_OF.get(codec, 1) == 0)
+        raise StoreError(
+            f'[store] codec = "{name}" needs a hidden size that is a multiple of {multiple}; the target\'s is {hidden_size}; '
+            f"use one of {fits}"
+        )
 
 
 def make_codec(
@@ -57,6 +74,7 @@ def make_codec(
     Raises:
         StoreError: there is none, or not for this hidden size.
     """
+    check_hidden_size(name, hidden_size)
     if name == "bf16":
         return Bf16Codec(num_taps, hidden_size)
     if name == "lossless":

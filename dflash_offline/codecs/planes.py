@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dflash_offline.codecs.base import Codec, EncodedArray, float_of_bf16, use_kernels
-from dflash_offline.errors import StoreError
 
 if TYPE_CHECKING:
     import torch
@@ -58,18 +57,12 @@ class Bf16Codec(Codec):
 
 
 class LosslessCodec(Codec):
-    """Exponents (zstd), and signs with mantissas (raw), in two uint8 arrays.
-
-    Raises:
-        StoreError: the hidden size is odd.
-    """
+    """Exponents (zstd), and signs with mantissas (raw), in two uint8 arrays. The hidden size must be even."""
 
     name = "lossless"
 
     def __init__(self, num_taps: int, hidden_size: int):
         super().__init__(num_taps, hidden_size)
-        if hidden_size % 2:
-            raise StoreError(f"codec lossless stores channels in pairs, the hidden size is {hidden_size}; use bf16 for this target")
         holds = "how far each exponent is below the row's reference: lower four bits by pairs, upper four bits by pairs, the reference"
         self.arrays = (
             EncodedArray("exponents", "uint8", hidden_size + 1, zstd=ZSTD_LEVEL, attributes={"holds": holds}),

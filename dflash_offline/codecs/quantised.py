@@ -45,7 +45,6 @@ TINY = 2.0**-100  # a block below it is stored as zeros, so that subnormal arith
 HUGE = 2.0**120  # larger values saturate; the rotation's sums stay finite
 BF16_MAX = 2.0**128 - 2.0**120  # the largest finite bfloat16
 OUTLIER_CHANNELS = 8
-MULTIPLE_OF = {8: 1, 6: 4, 4: 2}  # what H must be a multiple of, to pack whole bytes
 
 
 def scale_block(bits: int, hidden_size: int) -> int:
@@ -131,10 +130,6 @@ class QuantisedCodec(Codec):
     def __init__(self, name: str, num_taps: int, hidden_size: int, *, channel_scale: np.ndarray, outlier_channels: np.ndarray, zstd: bool):
         super().__init__(num_taps, hidden_size)
         self.name, self.bits = name, self.BITS[name]
-        if hidden_size % (multiple := MULTIPLE_OF[self.bits]):
-            raise StoreError(
-                f"[store] codec = {name!r} needs a hidden size that is a multiple of {multiple}; the target's is {hidden_size}"
-            )
         if channel_scale.shape != (num_taps, hidden_size):
             raise StoreError(
                 f"channel statistics are for {list(channel_scale.shape)} taps and channels; the target has {[num_taps, hidden_size]}"
@@ -258,7 +253,7 @@ class QuantisedCodec(Codec):
     def decode_numpy(self, encoded: dict[str, np.ndarray], taps: Sequence[int] | None = None) -> np.ndarray:
         constants = {name: array if taps is None else array[list(taps)] for name, array in self.constants.items()}
         values = unpack_numpy(encoded["codes"], self.bits)  # [k, T, H], in steps as in decode_plainly, each exact but the last product
-        blocks = values.reshape(*values.shape[:-1], -1, self.block)
+        blocks = values.reshape(*values.shape[:-1], values.shape[-1] // self.block, self.block)
         if self.rotation > 1:
             blocks = blocks @ _hadamard_matrix(self.rotation)
         with np.errstate(over="ignore", invalid="ignore"):

@@ -18,9 +18,9 @@ def prepare_corpus(config: RunConfig, arguments: argparse.Namespace, progress: P
     if arguments.strict:  # in no key: it changes whether a corpus is made, not which
         config = config.model_copy(update={"corpus": config.corpus.model_copy(update={"strict": True})})
     corpus = prepare(config, layout.corpus(arguments.key), arguments.key, progress)
-    from dflash_offline.drafter import check_drafters  # late for torch's sake
+    from dflash_offline.drafter import check_sizes  # late for torch's sake
 
-    check_drafters(config)
+    check_sizes(config)
     capture_key = keys.capture_key(config)
     plan = make_plan(config, corpus, layout.store(capture_key), layout.plan(capture_key, arguments.key))
     progress.say(plan.summary())

@@ -6,10 +6,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from dflash_offline.codecs import check_hidden_size
 from dflash_offline.config import DEMO_MODEL, RunConfig
 from dflash_offline.doctor.check import Check, wants_gpu
 from dflash_offline.doctor.conversations import folder_to_look_into, tokenizer
-from dflash_offline.errors import DFlashError
+from dflash_offline.errors import DFlashError, StoreError
 from dflash_offline.figures import bytes_text, counted
 from dflash_offline.prompts import data_sets
 from dflash_offline.watch.gpus import GpuReader
@@ -64,6 +65,11 @@ def target(config: RunConfig) -> Iterator[Check]:
         yield Check("target", "ok", f"{folder}, {bytes_text(weights)} of weights, {identity.num_target_layers(config)} layers, taps {ids}")
     except DFlashError as error:
         yield Check("target", "fail", str(error), "mend [target] in the run file")
+        return
+    try:
+        check_hidden_size(config.store.codec, identity.text_config(identity.target_config(config)).get("hidden_size"))
+    except StoreError as error:
+        yield Check("codec", "fail", str(error), "mend [store] codec in the run file")
 
 
 def drafters(config: RunConfig) -> Iterator[Check]:

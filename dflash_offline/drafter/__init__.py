@@ -7,6 +7,6 @@
 """
 
 from dflash_offline.drafter.model import DraftCache, Drafter
-from dflash_offline.drafter.shape import DrafterShape, check_drafters, planned_shape, rope_of_target, rotary_frequencies
+from dflash_offline.drafter.shape import DrafterShape, check_sizes, planned_shape, rope_of_target, rotary_frequencies
 
-__all__ = ["DraftCache", "Drafter", "DrafterShape", "check_drafters", "planned_shape", "rope_of_target", "rotary_frequencies"]
+__all__ = ["DraftCache", "Drafter", "DrafterShape", "check_sizes", "planned_shape", "rope_of_target", "rotary_frequencies"]

@@ -178,15 +178,20 @@ def _read_cached(path: Path) -> DrafterShape | None:
     return None
 
 
-def check_drafters(config: RunConfig) -> None:
-    """Refuse what training would refuse of any drafter of a run file; every command asks before it takes a GPU's time.
+def check_sizes(config: RunConfig) -> None:
+    """Refuse a codec that cannot store this target, and what training would refuse of any drafter of a run file.
+
+    Every command asks before it takes a GPU's time.
 
     Raises:
+        StoreError: as ``codecs.check_hidden_size``.
         DFlashError: as ``planned_shape``, with the entry of ``[[drafters]]`` where there are several.
     """
     from dflash_offline import identity
+    from dflash_offline.codecs import check_hidden_size
 
     folder = identity.model_folder(config)
+    check_hidden_size(config.store.codec, identity.text_config(identity.target_config(config)).get("hidden_size"))
     for each in config.each_drafter():
         try:
             planned_shape(each, folder)

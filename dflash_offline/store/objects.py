@@ -216,6 +216,9 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+_process: int | None = None  # that uses obstore, whose threads are the process's
+
+
 class _Obstore(Objects):
     def __init__(self, url: str):
         import obstore
@@ -253,7 +256,16 @@ class _Obstore(Objects):
 
         Raises:
             FileNotFoundError: it is not there.
+            StoreError: in a process forked from one that has used the library: its threads did not come along, and any call would
+                wait for them for ever.
         """
+        global _process
+        if _process not in (None, os.getpid()):
+            raise StoreError(
+                f"{self.url}: cannot be used here: this process was forked from one that had used an object store already; "
+                'start such processes by "spawn" or "forkserver", in a torch DataLoader with multiprocessing_context="spawn"'
+            )
+        _process = os.getpid()
         if self._store is None:
             from obstore.store import from_url
 

@@ -82,8 +82,15 @@ class StoredPart:
     @cached_property
     def arrays(self) -> list[ShardedArray]:
         where = self.folder if self.remote is None else f"{self.remote.url}/{self.name}"
-        names = [array.name for array in self.codec.arrays]
-        return [ShardedArray(self.folder / name, self._opener(name), f"{where}/{name}") for name in names]
+        codec, found = self.codec, self.manifest
+        if (codec.name, codec.num_taps, codec.hidden_size) != (found["codec"], found["num_taps"], found["hidden_size"]):
+            raise StoreDamagedError(f"{self.folder / schema.GROUP_FILE}: does not fit the part's manifest; it was edited or damaged")
+        arrays = []
+        for array in codec.arrays:
+            opened = ShardedArray(self.folder / array.name, self._opener(array.name), f"{where}/{array.name}")
+            opened.require(tokens=found["tokens"], taps=codec.num_taps, width=array.width, dtype=array.dtype)
+            arrays.append(opened)
+        return arrays
 
     @cached_property
     def input_ids(self) -> np.ndarray:

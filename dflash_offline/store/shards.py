@@ -31,6 +31,7 @@ ARRAY_FILE = "array.json"  # zarr.json of an array whose shard files are elsewhe
 LEAST_READ_BYTES = 4 << 20  # where several threads share out a batch
 READ_BYTES = 24 << 20  # most bytes in one read, unless a row of chunks has more
 COMPRESSED_READ_BYTES = 4 << 20  # the same of compressed chunks: they are in a cache until they are decompressed
+_METADATA = "its metadata, or that of its part, has been damaged; `verify` says which"
 _SPAN_BYTES = 8 << 20  # of an array in an object store, fetched by one thread
 
 
@@ -109,6 +110,8 @@ def read_meta(folder: Path) -> ArrayMeta:
         return ArrayMeta(tuple(raw["shape"]), np.dtype(raw["data_type"]).newbyteorder("<"), shard, chunk, "zstd" in names, sharded)
     except FileNotFoundError:
         raise StoreDamagedError(f"{folder}: array {folder.name!r} is missing from its part; `verify` says what else is") from None
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror}); check the file's owner and mode, and the disk") from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise StoreDamagedError(f"{path}: metadata of array {folder.name!r} cannot be read ({error!r}); it has been damaged") from None
 
@@ -123,6 +126,8 @@ def read_small(folder: Path) -> np.ndarray:
         raw = path.read_bytes()
     except FileNotFoundError:
         raise StoreDamagedError(f"{path}: the chunk of array {folder.name!r} is missing") from None
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror}); check the file's owner and mode, and the disk") from None
     if (
         meta.sharded
         or meta.zstd
@@ -180,6 +185,23 @@ class ShardedArray:
         self._indexes: dict[int, np.ndarray] = {}
         self._right = checksums.EqualChunks(self.chunk_bytes)
 
+    def require(self, *, tokens: int, taps: int, width: int, dtype: str) -> None:
+        """Refuse an array that is not the one its part's manifest and codec say.
+
+        Raises:
+            StoreDamagedError: naming what differs.
+        """
+        meta, chunk = self.meta, self.chunk_tokens
+        right = {
+            f"shape {list(meta.shape)}, not {[tokens, taps, width]}": meta.shape == (tokens, taps, width),
+            f"type {meta.dtype.name}, not {dtype}": meta.dtype.name == dtype,
+            f"chunks of {list(meta.chunk)} in shards of {list(meta.shard)}": chunk > 0 < self.shard_tokens
+            and self.shard_tokens % chunk == 0
+            and (meta.chunk[1:], meta.shard[1:]) == ((1, width), (taps, width)),
+        }
+        if wrong := [what for what, fits in right.items() if not fits]:
+            raise StoreDamagedError(f"{self.where}: {wrong[0]}; {_METADATA}")
+
     def _index(self, shard: int, name: str) -> np.ndarray:
         index = self._indexes.get(shard)
         if index is None:
@@ -221,6 +243,10 @@ class ShardedArray:
             StoreDamagedError: a chunk is missing or, when called, fails its checksum; names file, tap and tokens.
         """
         size, shard_tokens = self.chunk_tokens, self.shard_tokens
+        token_bytes = self.chunk_bytes // size
+        if out.shape != (len(taps), stop - start, token_bytes) or (out.size and out.strides[1:] != (token_bytes, 1)):
+            # chunks are read to addresses told from these: what does not fit would be written beside them
+            raise StoreDamagedError(f"{self.where}: holds {token_bytes} bytes a token and tap, {out.shape[2]} are wanted; {_METADATA}")
         most = COMPRESSED_READ_BYTES if self.meta.zstd else READ_BYTES if share is None else min(max(share, LEAST_READ_BYTES), READ_BYTES)
         for shard in range(start // shard_tokens, -(-stop // shard_tokens)) if start < stop else ():
             first, last = max(start, shard * shard_tokens), min(stop, (shard + 1) * shard_tokens)
@@ -321,10 +347,12 @@ class ShardedArray:
                 raise chunks.damaged(run, number)
             place = chunks.place(run, number)
             try:
+                if frame_content_size(frame) != self.chunk_bytes:
+                    raise ValueError("of another size")
                 if place is None:
                     chunks.put(run, number, np.frombuffer(zstd.decompress(frame), np.uint8).reshape(1, self.chunk_bytes))
-                elif frame_content_size(frame) != self.chunk_bytes or zstd.stream_reader(frame).readinto(place) != self.chunk_bytes:
-                    raise ValueError("of another size")
+                elif zstd.stream_reader(frame).readinto(place) != self.chunk_bytes:
+                    raise ValueError("shorter than it says")
             except (ValueError, ZstdError):
                 what = f"what is compressed in {chunks.name(run, number)} cannot be read; it has been damaged"
                 raise StoreDamagedError(f"{chunks.where}: {what}") from None
