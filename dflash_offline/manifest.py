@@ -173,8 +173,15 @@ def read_manifest(folder: Path, *, kind: str | None = None) -> dict[str, Any]:
     return manifest
 
 
-def damaged_files(folder: Path, manifest: dict[str, Any], *, deep: bool) -> list[str]:
-    """Name each file of a manifest that is missing, has another size or (``deep``) other content, with the reason."""
+def damaged_files(folder: Path, manifest: dict[str, Any], *, deep: bool, name_unreadable: bool = False) -> list[str]:
+    """Name each file of a manifest that is missing, has another size or (``deep``) other content, with the reason.
+
+    Args:
+        name_unreadable: name also what the system cannot read, instead of raising its error: that file may be whole.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     problems = []
     for name, (size, expected) in manifest["files"].items():
         path = Path(folder) / name
@@ -186,5 +193,7 @@ def damaged_files(folder: Path, manifest: dict[str, Any], *, deep: bool) -> list
             elif deep and checksum(path) != expected:
                 problems.append(f"{name}: content differs from its checksum")
         except OSError as error:
+            if not name_unreadable:
+                raise
             problems.append(f"{name}: cannot be read ({error.strerror})")
     return problems

@@ -1,8 +1,11 @@
 """Nothing that happens to a store's files goes unnoticed, and what is said names part, file and samples."""
 
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -371,6 +374,49 @@ def test_a_part_whose_width_was_edited_is_refused_before_a_byte_is_read_to_memor
             store.HiddenStateStore(tmp_path / "s", verify="off").read_encoded([1])
         path.write_text(whole)
     assert store.HiddenStateStore(tmp_path / "s").read_encoded([1]).offsets.tolist() == [0, 300]
+
+
+def test_a_part_that_says_it_has_no_outlier_channels_is_not_read_without_them(tmp_path):
+    make_store(tmp_path / "s", "int4", parts=1)
+    group = tmp_path / "s" / "part-00000" / "zarr.json"
+    attributes = json.loads(group.read_text())
+    assert attributes["attributes"]["outlier_channels"] > 0
+    attributes["attributes"]["outlier_channels"] = 0
+    group.write_text(json.dumps(attributes))
+    with pytest.raises(StoreDamagedError, match="does not fit the part's manifest"):
+        store.HiddenStateStore(tmp_path / "s", verify="off").read_encoded([1])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_files_of_another_user_are_named_and_not_called_damaged():
+    code = """
+import os, sys
+import dflash_offline.store.batch  # while this user may read the libraries
+from dflash_offline import store
+from dflash_offline.errors import StoreError
+os.setuid(65534)
+for problem in store.verify(sys.argv[1]):
+    print("problem", problem)
+for verify in ("deep", "off"):
+    try:
+        store.HiddenStateStore(sys.argv[1], verify).read_encoded([1])
+    except StoreError as error:
+        print(type(error).__name__, error)
+"""
+    with folder_in_memory() as folder:
+        folder.chmod(0o755)
+        make_store(folder / "s", "lossless", parts=2)
+        named = ["part-00000/exponents/c/0/0/0", "part-00001/input_ids/zarr.json"]
+        for name in named:
+            (folder / "s" / name).chmod(0)
+        ran = subprocess.run([sys.executable, "-c", code, str(folder / "s")], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    problems = [line for line in ran.stdout.splitlines() if line.startswith("problem")]
+    refused = ran.stdout.splitlines()[len(problems) :]
+    assert len(problems) == 2 and all("cannot be read (Permission denied)" in line for line in problems), problems
+    assert all(name in line.replace(": ", "/") for name, line in zip(named, problems, strict=True)), problems
+    assert len(refused) == 2 and all(line.startswith("StoreError ") and "Permission denied" in line for line in refused), refused
+    assert all(named[0] in line for line in refused)
 
 
 def test_a_frame_that_says_it_is_huge_is_damage_where_only_part_of_it_is_wanted(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_offline import manifest
 from dflash_offline.codecs import Codec, codec_of_part
-from dflash_offline.errors import DFlashError, StoreDamagedError
+from dflash_offline.errors import DFlashError, StoreDamagedError, StoreError
 from dflash_offline.store import schema
 from dflash_offline.store.remote import Remote
 from dflash_offline.store.shards import ShardedArray, read_small
@@ -49,10 +49,14 @@ class StoredPart:
                 self._verified = True
 
     def _check(self, *, deep: bool) -> None:
-        if self.remote is None:
-            problems = manifest.damaged_files(self.folder, self.manifest, deep=deep)
-        else:
-            problems = self.remote.damaged(self.name, self.manifest, deep=deep, once=True)
+        try:
+            if self.remote is None:
+                problems = manifest.damaged_files(self.folder, self.manifest, deep=deep)
+            else:
+                problems = self.remote.damaged(self.name, self.manifest, deep=deep, once=True)
+        except OSError as error:
+            where = error.filename or self.folder
+            raise StoreError(f"{where}: cannot be read ({error.strerror}); check the file's owner and mode, and the disk") from None
         if problems:
             raise StoreDamagedError(f"{self.folder}: {problems[0]}; delete this part's folder and capture again, only it is made anew")
 
@@ -83,7 +87,8 @@ class StoredPart:
     def arrays(self) -> list[ShardedArray]:
         where = self.folder if self.remote is None else f"{self.remote.url}/{self.name}"
         codec, found = self.codec, self.manifest
-        if (codec.name, codec.num_taps, codec.hidden_size) != (found["codec"], found["num_taps"], found["hidden_size"]):
+        said = codec.name, codec.num_taps, codec.hidden_size, codec.constants_digest
+        if said != (found["codec"], found["num_taps"], found["hidden_size"], found["constants"]):
             raise StoreDamagedError(f"{self.folder / schema.GROUP_FILE}: does not fit the part's manifest; it was edited or damaged")
         arrays = []
         for array in codec.arrays:

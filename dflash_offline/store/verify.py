@@ -131,7 +131,9 @@ def _part_problems(
         problems.append(Problem(name, manifest.MANIFEST, f"belongs to {found['name']}"))
     if identity is not None and found["key"] != manifest.digest(identity):
         problems.append(Problem(name, manifest.MANIFEST, "was captured with another identity than the store's"))
-    damaged = manifest.damaged_files(folder, found, deep=deep) if remote is None else remote.damaged(name, found, deep=deep)
+    damaged = (
+        manifest.damaged_files(folder, found, deep=deep, name_unreadable=True) if remote is None else remote.damaged(name, found, deep=deep)
+    )
     for text in damaged:
         file, _, reason = text.partition(": ")
         problems.append(Problem(name, file, reason, _samples_of(folder, file, found["samples"])))
