@@ -269,9 +269,11 @@ def run_jobs(
         if failed:
             time.sleep(POLL_S)  # peers of a dead rank fail with it: look at all of them before naming the first cause
             end = time.monotonic() + CAUSE_S
-            while all(_blame(process) == _LOST for process in running if process.status) and time.monotonic() < end:
-                if all(process.status is not None for process in running):
-                    break
+            while (
+                any(process.status is None for process in running)
+                and all(_blame(process) == _LOST for process in running if process.status)
+                and time.monotonic() < end
+            ):
                 time.sleep(POLL_S)
             failed = [process for process in running if process.status]
         for process in running:

@@ -64,12 +64,12 @@ def make_codec(
     hidden_size: int,
     zstd: bool = False,
     statistics: ChannelStatistics | None = None,
-    format_version: int = 2,
+    format_version: int | None = None,
 ) -> Codec:
     """The codec of that name.
 
     Args:
-        format_version: of the store; ``lossless`` has changed with version 2.
+        format_version: of the store; None = the newest. ``lossless`` has changed with version 2.
 
     Raises:
         StoreError: there is none, or not for this hidden size.

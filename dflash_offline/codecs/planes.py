@@ -139,8 +139,10 @@ class BytePlanesCodec(Codec):
         )
 
     def encode(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        upper, lower = _bytes_of(hidden)
-        return {"high": upper.contiguous(), "low": lower.contiguous()}
+        import torch
+
+        planes = hidden.permute(1, 0, 2).contiguous().view(torch.uint8).unflatten(-1, (-1, 2))  # little-endian: low byte first
+        return {"high": planes[..., 1].contiguous(), "low": planes[..., 0].contiguous()}
 
     def decode(self, encoded: dict[str, torch.Tensor], taps: Sequence[int] | None = None) -> torch.Tensor:
         import torch
@@ -150,11 +152,3 @@ class BytePlanesCodec(Codec):
 
     def decode_numpy(self, encoded: dict[str, np.ndarray], taps: Sequence[int] | None = None) -> np.ndarray:
         return float_of_bf16(encoded["high"].astype(np.uint16) << 8 | encoded["low"]).transpose(1, 0, 2)
-
-
-def _bytes_of(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bf16 ``[T, K, H]`` -> its upper and its lower bytes, uint8 ``[K, T, H]``."""
-    import torch
-
-    lower, upper = hidden.permute(1, 0, 2).contiguous().view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)  # little-endian
-    return upper, lower

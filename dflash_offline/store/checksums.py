@@ -33,10 +33,10 @@ def _tables(columns: np.ndarray) -> list[np.ndarray]:
     return tables
 
 
-def _apply(columns: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """The same map, of uint32 ``[n]``."""
+def _apply(tables: list[np.ndarray], numbers: np.ndarray) -> np.ndarray:
+    """The same map, of uint32 numbers."""
     found = np.zeros_like(numbers)
-    for byte, made in enumerate(_tables(columns)):
+    for byte, made in enumerate(tables):
         found ^= made[numbers >> np.uint32(8 * byte) & np.uint32(255)]
     return found
 
@@ -50,8 +50,8 @@ def _table_for(length: int) -> np.ndarray:
     columns, size, table = _going_on(1), 1, _table
     while size <= length:
         if len(table) == size:
-            table = np.concatenate([table, _apply(columns, table)])
-        columns, size = _apply(columns, columns), 2 * size
+            table = np.concatenate([table, _apply(_tables(columns), table)])
+        columns, size = _apply(_tables(columns), columns), 2 * size
     _table = max(_table, table, key=len)
     return table
 
@@ -96,9 +96,8 @@ class EqualChunks:
     def _over_chunks(self, count: int) -> np.ndarray:
         """uint32 ``[count at least, 4, 256]``: what each value of the four bytes of a number becomes over 0, 1, 2, ... chunks."""
         over = list(self._over) or [np.arange(256, dtype=np.uint32) << np.arange(0, 32, 8, dtype=np.uint32)[:, None]]
-        chunk = np.array(_tables(_going_on(self._chunk_bytes)))
+        one = _tables(_going_on(self._chunk_bytes))
         while len(over) < count:
-            values = over[-1].view(np.uint8).reshape(4, 256, 4)
-            over.append(np.bitwise_xor.reduce(chunk[np.arange(4), values], axis=2))
+            over.append(_apply(one, over[-1]))
         made = self._over = np.array(over)  # whole, without a lock: see ``_table_for``; another thread may put a shorter one there
         return made

@@ -10,10 +10,10 @@ import numpy as np
 
 from dflash_offline import manifest
 from dflash_offline.codecs import Codec, codec_of_part
-from dflash_offline.errors import DFlashError, StoreDamagedError, StoreError
+from dflash_offline.errors import DFlashError, StoreDamagedError
 from dflash_offline.store import schema
 from dflash_offline.store.remote import Remote
-from dflash_offline.store.shards import ShardedArray, read_small
+from dflash_offline.store.shards import ShardedArray, read_small, unreadable
 
 Verify = Literal["deep", "sizes", "off"]
 
@@ -55,8 +55,7 @@ class StoredPart:
             else:
                 problems = self.remote.damaged(self.name, self.manifest, deep=deep, once=True)
         except OSError as error:
-            where = error.filename or self.folder
-            raise StoreError(f"{where}: cannot be read ({error.strerror}); check the file's owner and mode, and the disk") from None
+            raise unreadable(error.filename or self.folder, error) from None
         if problems:
             raise StoreDamagedError(f"{self.folder}: {problems[0]}; delete this part's folder and capture again, only it is made anew")
 

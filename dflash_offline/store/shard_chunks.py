@@ -139,6 +139,11 @@ class Chunks:
         first, size = self.token + run.row * self._chunk_tokens - self.start, self._chunk_tokens
         return range(max(0, -(first // size)), max(0, min(run.rows, (self.stop - self.start - first) // size)))
 
+    def cut_rows(self, run: Run) -> list[int]:
+        """The other rows, where there are whole ones: the first or the last, or both."""
+        whole = self.whole_rows(run)
+        return [row for row in (0, run.rows - 1) if row not in whole]
+
     def _addresses(self) -> np.ndarray:
         rows, taps = self.offsets.shape
         out, checks, size = self._out, self.checks, self._chunk_tokens

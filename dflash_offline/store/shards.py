@@ -88,6 +88,11 @@ class ArrayMeta:
     sharded: bool
 
 
+def unreadable(path: Path | str, error: OSError) -> StoreError:
+    """Of a file that the system does not read: it may be whole."""
+    return StoreError(f"{path}: cannot be read ({error.strerror}); check the file's owner and mode, and the disk")
+
+
 def read_meta(folder: Path) -> ArrayMeta:
     """Parse an array's ``zarr.json``.
 
@@ -111,7 +116,7 @@ def read_meta(folder: Path) -> ArrayMeta:
     except FileNotFoundError:
         raise StoreDamagedError(f"{folder}: array {folder.name!r} is missing from its part; `verify` says what else is") from None
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read ({error.strerror}); check the file's owner and mode, and the disk") from None
+        raise unreadable(path, error) from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise StoreDamagedError(f"{path}: metadata of array {folder.name!r} cannot be read ({error!r}); it has been damaged") from None
 
@@ -127,7 +132,7 @@ def read_small(folder: Path) -> np.ndarray:
     except FileNotFoundError:
         raise StoreDamagedError(f"{path}: the chunk of array {folder.name!r} is missing") from None
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read ({error.strerror}); check the file's owner and mode, and the disk") from None
+        raise unreadable(path, error) from None
     if (
         meta.sharded
         or meta.zstd
@@ -175,6 +180,7 @@ class ShardedArray:
 
     def __init__(self, folder: Path, opener: Callable[[str], Any] | None = None, where: str | None = None):
         self.folder, self.where, self.meta = folder, where or str(folder), read_meta(folder)
+        self._is_local = opener is None
         self._open = opener or (lambda name: _LocalShard(f"{folder}/{name}"))
         if len(self.meta.shape) != 3 or not self.meta.sharded:
             raise StoreDamagedError(
@@ -282,7 +288,7 @@ class ShardedArray:
         """Read, check and copy chunks that lie side by side: few calls for all of them, since each lets go of the interpreter's lock."""
         try:
             with self._open(name) as file:
-                whole = range(0) if self.meta.zstd or not hasattr(file, "read_to") else chunks.whole_rows(run)
+                whole = chunks.whole_rows(run) if self._is_local and not self.meta.zstd else range(0)
                 if whole:
                     places, held = self._places(chunks, run, whole)
                     found = file.read_to(places, run.offset)
@@ -306,7 +312,7 @@ class ShardedArray:
             int64 ``[n, 2]`` for ``read_to``; uint8 ``[cut rows, taps, chunk bytes]``.
         """
         places = chunks.places[run.row : run.row + run.rows, run.tap : run.tap + run.taps]
-        cut = [row for row in (0, run.rows - 1) if row not in whole]
+        cut = chunks.cut_rows(run)
         held = scratch(len(cut) * run.taps * self.chunk_bytes).reshape(len(cut), run.taps, self.chunk_bytes)
         if cut:
             places = places.copy()
@@ -322,7 +328,7 @@ class ShardedArray:
                 pieces = content[tap].reshape(len(whole), -1)
                 bad = next(row for row, piece in zip(whole, pieces, strict=True) if crc32c_number(piece) != checks[row, tap])
                 raise chunks.damaged(run, bad * run.taps + tap)
-        for row, contents in zip([row for row in (0, run.rows - 1) if row not in whole], held, strict=True):
+        for row, contents in zip(chunks.cut_rows(run), held, strict=True):
             for tap, expected in enumerate(checks[row].tolist()):
                 if crc32c_number(contents[tap]) != expected:
                     raise chunks.damaged(run, row * run.taps + tap)
